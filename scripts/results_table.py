@@ -65,7 +65,10 @@ def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) ->
             made.append("\n".join([_about(mine), "", *lines, "", *_commands(mine)]))
     if not made:
         which = "" if task is None else f" of the task {task!r}"
-        raise ConfigError(f"there are no summary rows of `gradwire bench train`{which}")
+        raise ConfigError(
+            f"there are no summary rows of `gradwire bench train`{which}: --choices and --parts "
+            "print rows of the planner and of the ablation, `gradwire report` all others"
+        )
     return "\n\n".join(made)
 
 
@@ -371,27 +374,36 @@ def _commands(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(made))
 
 
+_KINDS = {
+    "gains": "methods x networks, gains alone",
+    "best": "the best methods by network",
+    "steps": "methods x networks, step times",
+    "choices": "of the planner, by network",
+    "parts": "of the ablation, by model",
+    "auto": "of automatic mode, by network",
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the tables; 2 for bad input."""
     parser = argparse.ArgumentParser(description="README's table, from rows of benchmarks")
     parser.add_argument("files", nargs="*", type=Path, help="default: bench/results/*.jsonl")
     parser.add_argument("--task", help="only this task")
-    parser.add_argument("--gains", action="store_true", help="methods x networks, gains alone")
-    parser.add_argument("--best", action="store_true", help="the best methods by network")
-    parser.add_argument("--steps", action="store_true", help="methods x networks, step times")
-    parser.add_argument("--choices", action="store_true", help="of the planner, by network")
-    parser.add_argument("--parts", action="store_true", help="of the ablation, by model")
-    parser.add_argument("--auto", action="store_true", help="of automatic mode, by network")
+    kinds = parser.add_mutually_exclusive_group()
+    for name, about in _KINDS.items():
+        kinds.add_argument(f"--{name}", action="store_const", dest="kind", const=name, help=about)
     told = parser.parse_args(arguments)
+    if told.task and told.kind in ("choices", "parts"):
+        parser.error(f"--{told.kind} has rows of no task: leave --task out")
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
         rows = [row for file in files for row in read(file)]
-        if told.choices or told.parts:
-            print(choices(rows) if told.choices else parts(rows))
-        elif told.best or told.steps or told.auto:
-            print((best if told.best else steps if told.steps else auto)(rows, told.task))
+        if told.kind in ("choices", "parts"):
+            print(choices(rows) if told.kind == "choices" else parts(rows))
+        elif told.kind in (None, "gains"):
+            print(tables(rows, told.task, told.kind == "gains"))
         else:
-            print(tables(rows, told.task, told.gains))
+            print({"best": best, "steps": steps, "auto": auto}[told.kind](rows, told.task))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -159,6 +159,9 @@ def test_rows_without_summaries_are_refused(made: Any) -> None:
     assert (code, out) == (2, "")
     assert "no summary rows of `gradwire bench train`" in err
     assert "of the task 'image'" in made(train_rows(), "--task", "image")[2]
+    for wrong in (["--best", "--gains"], ["--choices", "--task", "gpt"]):
+        with pytest.raises(SystemExit, match="2"):
+            made(train_rows(), *wrong)
 
 
 def test_choices_and_parts_have_tables(made: Any) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -145,7 +146,14 @@ class Method:
                 family_of({made})
             return made, gradwire.Options(**options)
         except ConfigError as error:
-            raise ConfigError(f"method {self.name!r}: {error}") from error
+            raise ConfigError(f"method {self.name!r}: {error}{self._beside()}") from error
+
+    def _beside(self) -> str:
+        """What else could have been meant by an option that the codec does not have."""
+        others = (*_OF_ATTACH, *_OF_OPTIONS, *(_OF_REPLAN if "policy" in self.options else ()))
+        near = [get_close_matches(name, others, 1, 0.85) for name in _split(self.options)[0]]
+        found = [repr(match) for matches in near for match in matches]
+        return f" (did you mean {', '.join(found)}?)" if found else ""
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
         """The model under DDP, bucketed as the method needs it."""
@@ -204,8 +212,9 @@ def parse(text: str) -> Method:
         kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
         raise ConfigError(
-            f"unknown method {text!r}; known: {', '.join(NAMED)}, truncate:ratio=R, or "
-            "CODEC:OPTION=VALUE:..."
+            f"unknown method {text!r}; known: {', '.join(NAMED)}, truncate:ratio=R, {AUTO}, "
+            f"{FLEXIBLE}, or CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec "
+            "list`"
         )
     try:
         codec, options = parse_text(rest)

@@ -213,7 +213,8 @@ def prepare(folder: Path, config: State, resume: bool) -> bool:
         if before.get(name) != value:
             raise ConfigError(
                 f"--resume: the run in {folder} has {name} {json.dumps(before.get(name))}, "
-                f"not {json.dumps(value)}: give its own options, or leave --resume out"
+                f"not {json.dumps(value)}: give its own options, or another --json FILE; without "
+                "--resume the saved run is dropped"
             )
     for one in sorted(folder.iterdir()):
         found = latest(one) if one.is_dir() else None
