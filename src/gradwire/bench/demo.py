@@ -41,6 +41,7 @@ _CONFIG = TrainConfig(
     steps=300,
     evaluate_every=5,
     budget_seconds=150.0,
+    target_at=0.6,  # the last loss of so short a run depends on chance
     timeout_seconds=600.0,
 )
 
