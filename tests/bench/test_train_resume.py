@@ -120,7 +120,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 
 CONTENTS = [None, b"", b"{", b"3", b"[1]", b"{}", b"\xff", b"PK\x03\x04", b"[" * 100_000]
-TOLD = r"leave --resume out to start again|give its own options, or leave --resume out"
+TOLD = r"leave --resume out to start again|give its own options, or another --json FILE"
 
 
 def test_a_damaged_state_is_told_in_one_line(tmp_path: Path) -> None:
