@@ -38,6 +38,7 @@ WRONG_METHODS = (
     ("qsgd:algoritm=ring", r"use one of .* \(did you mean 'algorithm'\?\)"),
     ("qsgd:policy=lgreco:evry=50", r"\(did you mean 'every'\?\)"),
     ("qsgd:scale=foo:policy=lgreco", "must be .*'l2'$"),
+    ("qsgd:policy=lgreco:every=-1", "method 'qsgd:policy=lgreco:every=-1': Replan: every=-1"),
     ("gradwire:qsgd:bits=99", "bits"),
     ("truncate:ratio=0.5", "write truncate:ratio=N, with a number of 1 or more"),
     ("truncate:ratio=nan", "write truncate:ratio=N"),

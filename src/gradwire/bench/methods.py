@@ -151,8 +151,8 @@ class Method:
     def _beside(self) -> str:
         """What else could have been meant by an option that the codec does not have."""
         others = (*_OF_ATTACH, *_OF_OPTIONS, *(_OF_REPLAN if "policy" in self.options else ()))
-        near = [get_close_matches(name, others, 1, 0.85) for name in _split(self.options)[0]]
-        found = [repr(match) for matches in near for match in matches]
+        own = [name for name in self.options if name not in others]
+        found = [repr(near) for name in own for near in get_close_matches(name, others, 1, 0.85)]
         return f" (did you mean {', '.join(found)}?)" if found else ""
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
