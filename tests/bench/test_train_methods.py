@@ -60,6 +60,7 @@ def test_methods_with_a_policy_are_checked_before_a_run() -> None:
         methods.parse(text).check(2, [("a", (64, 64))])
 
     check("topk:density=0.01:policy=accordion:stale=none")
+    check("qsgd:policy=accordion:policy.share=0.75:share=0.5:policy.eta=0.2")
     refused(
         check,
         [
@@ -67,6 +68,9 @@ def test_methods_with_a_policy_are_checked_before_a_run() -> None:
             ("terngrad:policy=lgreco", "no choices around"),
             ("qsgd:policy=lgreco:every=0", "Replan: every=0"),
             ("qsgd:every=30", "'every'"),
+            ("qsgd:policy=accordion:policy.share=2", "Accordion: share=2"),
+            ("qsgd:policy=lgreco:policy.best=2", "has no option 'best'"),
+            ("qsgd:policy.share=0.5", "'policy.share'"),
         ],
     )
     with pytest.raises(ConfigError, match="a policy is for `bench train`"):

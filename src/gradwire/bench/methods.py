@@ -4,10 +4,12 @@ A method is named by an entry of `NAMED`, or spelt out as `CODEC:OPTION=VALUE:..
 `gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
 `gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`), and `least=N`: of
 fewer than N values parameters are sent uncompressed. With a policy
-(`qsgd:bits=4:policy=lgreco:every=100:first=50`), those of `gradwire.Replan` go with it. Two decide
-by what they measure: `auto`, with options of `gradwire.Auto` (`auto:trial=4`), and `flexible`, with
-those of `gradwire.Flexible` and `gradwire.Triggers` (`flexible:steps=5:rest=200`). Others are
-torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R` (see `torch_hooks`).
+(`qsgd:bits=4:policy=lgreco:every=100:first=50`), those of `gradwire.Replan` go with it, and the
+policy's own with `policy.` before them (`qsgd:policy=accordion:policy.share=0.75`), as `share` is
+an option of both. Two decide by what they measure: `auto`, with options of `gradwire.Auto`
+(`auto:trial=4`), and `flexible`, with those of `gradwire.Flexible` and `gradwire.Triggers`
+(`flexible:steps=5:rest=200`). Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and
+`truncate:ratio=R` (see `torch_hooks`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -52,6 +54,7 @@ _OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
 _OF_ATTACH = (*_OF_RULES, "seed", "coalesce_bytes", "least", "policy", "replan")
 _OF_OPTIONS = tuple(option.name for option in fields(gradwire.Options))
 _OF_REPLAN = tuple(option.name for option in fields(gradwire.Replan))
+_OF_POLICY = "policy."  # before an option of the policy's own
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,9 @@ def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
         when = {name: own.pop(name) for name in _OF_REPLAN if name in own}
         never = {"stale": None} if when.get("stale") == "none" else {}
         given["replan"] = gradwire.Replan(**(when | never))
+        of_policy = {n: own.pop(n) for n in list(own) if n.startswith(_OF_POLICY)}
+        texts = [f"{n.removeprefix(_OF_POLICY)}={value}" for n, value in of_policy.items()]
+        given["policy"] = ":".join([str(given["policy"]), *texts])
     return own, given, run
 
 
