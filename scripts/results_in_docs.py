@@ -28,9 +28,14 @@ PAGES = (
     "README.md", "docs/how-to/adaptive.md", "docs/how-to/automatic.md", "docs/how-to/choosing.md",
     "docs/how-to/fsdp2.md", "docs/reference/benchmarks.md",
 )  # fmt: skip
+# (rows, which of their lines); the captions in README have the same commands
 PICTURES = {
-    f"docs/pictures/gains-{task}.svg": f"bench/results/train-{task}.jsonl"
-    for task in ("gpt", "image")
+    "docs/pictures/gains-gpt.svg": ("bench/results/train-gpt.jsonl", ""),
+    "docs/pictures/gains-image.svg": ("bench/results/train-image.jsonl", ""),
+    "docs/pictures/time-to-accuracy.svg": (
+        "bench/results/train-gpt.jsonl",
+        '(?=.*"net": "300mbit)(?=.*"method": "(torch|qsgd))',
+    ),
 }
 PLACE = re.compile(
     r"(<!-- results_table\.py (.*?) -->\n).*?(<!-- end of results_table\.py -->)", re.DOTALL
@@ -52,16 +57,19 @@ def _table(arguments: str) -> str:
     return printed.getvalue().strip()
 
 
-def drawn(rows: str) -> str:
-    """What `gradwire report ROWS --svg` writes."""
+def drawn(rows: str, kept: str) -> str:
+    """What `gradwire report ROWS --svg` writes, of the lines that have `kept`."""
+    lines = (ROOT / rows).read_text("utf-8").splitlines(keepends=True)
     with tempfile.TemporaryDirectory() as folder:
-        report.picture([ROOT / rows], Path(folder) / "picture.svg")
-        return (Path(folder) / "picture.svg").read_text("utf-8")
+        chosen, picture = Path(folder) / "rows.jsonl", Path(folder) / "picture.svg"
+        chosen.write_text("".join(line for line in lines if re.search(kept, line)), "utf-8")
+        report.picture([chosen], picture)
+        return picture.read_text("utf-8")
 
 
 def main(arguments: list[str]) -> int:
     made = {page: filled((ROOT / page).read_text("utf-8")) for page in PAGES}
-    made |= {picture: drawn(rows) for picture, rows in PICTURES.items()}
+    made |= {picture: drawn(*rows) for picture, rows in PICTURES.items()}
     old = []
     for name, new in made.items():
         file = ROOT / name
