@@ -42,19 +42,22 @@ def sparse(values: torch.Tensor, density: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "density", "dtype"),
+    ("ranks", "density", "dtype", "scope"),
     [
-        (2, 0.1, torch.float32),
-        (3, 0.01, torch.float16),
-        (5, 1, torch.bfloat16),
+        (2, 0.1, torch.float32, "layer"),
+        (2, 0.1, torch.float32, "model"),
+        (3, 0.01, torch.float16, "layer"),
+        (5, 1, torch.bfloat16, "layer"),
     ],
 )
 def test_it_is_exact_top_k_with_error_feedback(
-    ranks: int, density: float, dtype: torch.dtype
+    ranks: int, density: float, dtype: torch.dtype, scope: str
 ) -> None:
     steps, narrow = 4, dtype == torch.float16
     data = [[whole(r, step, dtype) for r in range(ranks)] for step in range(steps)]
-    options: dict[str, Any] = {"density": density, "values": "fp32" if narrow else "fp16"}
+    options: dict[str, Any] = {
+        "density": density, "values": "fp32" if narrow else "fp16", "scope": scope
+    }  # fmt: skip
 
     def body(comm: Communicator) -> list[Any]:
         mine = Parameters(comm, SHAPES, ErrorFeedback(LWTopK(**options)))
@@ -70,7 +73,8 @@ def test_it_is_exact_top_k_with_error_feedback(
             # In fp32, as the aggregator adds: what is equal there may differ in float64.
             fed = torch.cat([g.float().view(-1) for g in data[step][rank]]) + kept[rank].float()
             fed = fed.double()
-            sent.append(torch.cat([sparse(part, density) for part in fed.split(lengths)]))
+            selections = fed.split(lengths if scope == "layer" else len(fed))
+            sent.append(torch.cat([sparse(part, density) for part in selections]))
             kept[rank] = fed - sent[rank]
         means = torch.stack(sent).mean(0)
         for at, expected in enumerate(means.split(lengths)):
@@ -251,3 +255,5 @@ def test_options_are_checked() -> None:
                 made(density)  # type: ignore[arg-type]
     with pytest.raises(gw.ConfigError, match="values='fp8'"):
         LWTopK(0.1, "fp8")
+    with pytest.raises(gw.ConfigError, match="scope='bucket'"):
+        LWTopK(0.1, scope="bucket")

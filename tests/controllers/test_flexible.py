@@ -8,8 +8,10 @@ import sys
 import numpy as np
 import pytest
 
+from gradwire.aggregators import ARTopK, LWTopK
 from gradwire.controllers.flexible import DENSITIES, Candidate, knee, search
 from gradwire.errors import ConfigError
+from gradwire.integrations.sparse_methods import ALGORITHMS, method_of, selected_from
 from gradwire.planner.costs import sparse_collectives
 
 pytest.importorskip("pymoo")
@@ -74,3 +76,16 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "pymoo.optimize", None)
     with pytest.raises(ConfigError, match=r'pip install "gradwire\[adapt\]"'):
         search(candidates(), 8, NBYTES, 1e-3, 8e-9)
+
+
+@pytest.mark.parametrize("made", [ARTopK, LWTopK])
+@pytest.mark.parametrize(("scope", "lengths"), [("layer", [3, 5]), ("model", [8])])
+def test_all_collectives_select_over_the_same_values(
+    made: type, scope: str, lengths: list[int]
+) -> None:
+    base = made(0.01, values="fp32", scope=scope)
+    assert selected_from(base, [3, 5]) == lengths
+    for collective in ALGORITHMS:
+        found = method_of(base, 0.1, collective)
+        assert isinstance(found, LWTopK if collective == "all_gather" else ARTopK)
+        assert (found.density, found.values, found.scope) == (0.1, "fp32", scope)

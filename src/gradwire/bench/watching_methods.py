@@ -24,7 +24,7 @@ from gradwire.integrations.flexible import check_numbers
 
 AUTO, FLEXIBLE = "auto", "flexible"
 
-_FIRST = "artopk:density=0.01:scope=layer"  # of `flexible`, until it decides
+_FIRST = "artopk:density=0.01"  # of `flexible`, until it decides
 _OF_AUTO = tuple(option.name for option in fields(gradwire.Auto) if option.name != "replan")
 _OF_TRIGGERS = tuple(option.name for option in fields(gradwire.Triggers))
 _OF_FLEXIBLE = ("steps", "seconds", *_OF_TRIGGERS)

@@ -33,7 +33,13 @@ from gradwire.integrations.adaptation import refuse_update
 from gradwire.integrations.gain_samples import GainSamples
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.memory_checkpoint import MemoryCheckpoint, Stateful, check_stateful
-from gradwire.integrations.sparse_methods import ALGORITHMS, base_of, method_of, selection_seconds
+from gradwire.integrations.sparse_methods import (
+    ALGORITHMS,
+    base_of,
+    method_of,
+    selected_from,
+    selection_seconds,
+)
 from gradwire.integrations.switch import Update
 from gradwire.integrations.triggers import Triggers
 from gradwire.planner.costs import sparse_collective
@@ -49,7 +55,7 @@ _SAMPLES = 5  # of the gain, between two checks
 class Flexible:
     """Chooses density and collective of a DDP module's top-k while it trains; made on all ranks.
 
-        handle = gw.attach(model, "artopk:density=0.01:scope=layer")
+        handle = gw.attach(model, "artopk:density=0.01")
         flexible = gw.Flexible(handle, model, optimizer, stateful=(batches,))
         while flexible.steps < 1000:
             optimizer.zero_grad()
@@ -184,7 +190,8 @@ class Flexible:
         if gain is None:
             raise ConfigError("Flexible: no gain was sampled: is this the module of the handle?")
         device = next(self._of[1].parameters()).device
-        seconds = selection_seconds([p.numel for p in self._sent], density, device)
+        lengths = selected_from(self._base, [p.numel for p in self._sent])
+        seconds = selection_seconds(lengths, density, device)
         return Candidate(density, seconds, gain)
 
     def _adopt(self, density: float, collective: str) -> Iterator[bool]:

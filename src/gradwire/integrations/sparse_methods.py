@@ -3,13 +3,16 @@
 all_gather    lwtopk: every rank's own positions
 art_ring      artopk, whose all-reduces run by the algorithm "ring"
 art_tree      artopk by "tree"
+
+All select over the same values, so that a gain that is measured with one holds for the others: by
+layer, or over the whole model. (Of a bucket artopk selects by bucket, and lwtopk by layer.)
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,10 +44,15 @@ def base_of(plan: Plan) -> ARTopK | LWTopK:
 def method_of(base: ARTopK | LWTopK, density: float, collective: str) -> Aggregator:
     """Top-k of a density by a collective, with the other options of `base`."""
     if collective == "all_gather":
-        return LWTopK(density, base.values)
+        return LWTopK(density, base.values, "model" if base.scope == "model" else "layer")
     if isinstance(base, ARTopK):
         return replace(base, density=density)
-    return ARTopK(density, scope="layer", values=base.values)
+    return ARTopK(density, scope=base.scope, values=base.values)
+
+
+def selected_from(base: ARTopK | LWTopK, numels: Sequence[int]) -> list[int]:
+    """How many values each selection of a rank is over, of parameters of these sizes."""
+    return [sum(numels)] if base.scope == "model" else list(numels)
 
 
 def selection_seconds(numels: Iterable[int], density: float, device: torch.device) -> float:
