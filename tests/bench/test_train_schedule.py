@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,8 +83,8 @@ def test_a_parent_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
         follower.follow(4, 12, [])
 
 
-@pytest.mark.multiprocess
-def test_rows_tell_the_network_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_lab(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs emulate nothing; the networks that they change to, as they do."""
     nets: list[str] = []
 
     def lab_of(nodes: int, net: Any) -> OneLab:
@@ -92,6 +93,12 @@ def test_rows_tell_the_network_of_their_steps(monkeypatch: pytest.MonkeyPatch) -
         return made
 
     monkeypatch.setattr(workers, "lab", SimpleNamespace(Lab=lab_of))
+    return nets
+
+
+@pytest.mark.multiprocess
+def test_rows_tell_the_network_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    nets = one_lab(monkeypatch)
     found = trained(SCHEDULED)
     spelled = lab.Schedule.parse(NET).spelled()
     assert {(row["net"], row["schedule"]) for row in found.rows} == {("dip", spelled)}
@@ -100,6 +107,24 @@ def test_rows_tell_the_network_of_their_steps(monkeypatch: pytest.MonkeyPatch) -
         assert told == [FAST] * 3 + [SLOW] * 2 + [FAST] * 2
     assert nets == [SLOW, FAST] * (len(nets) // 2)
     assert nets
+
+
+@pytest.mark.multiprocess
+def test_methods_start_on_the_first_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the training before them ended on another: some measure it as they start."""
+    nets, begun = one_lab(monkeypatch), []
+    events = workers.events
+
+    def noted(*given: Any, **options: Any) -> Iterator[dict[str, Any]]:
+        for event in events(*given, **options):
+            if event["event"] == "evaluation" and not event["step"]:
+                begun.append(list(nets))
+            yield event
+
+    monkeypatch.setattr(workers, "events", noted)
+    drop = f"drop(step: 0 {FAST}; 2 {SLOW})"
+    trained(replace(SCHEDULED, net=drop, methods=("torch-fp32",), seeds=(0, 1), steps=4))
+    assert begun == [[], [SLOW, FAST]]
 
 
 @pytest.mark.multiprocess

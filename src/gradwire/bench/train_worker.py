@@ -109,6 +109,8 @@ class Training:
 
     def _one_group(self, saved: dict[str, Any]) -> None:
         seed, names = self.groups[self.position["group"]]
+        self.network.follow(0, self.steps, [])  # some methods measure it as they start
+        dist.barrier()
         runs = [self._start(name, seed) for name in names]
         start = time.perf_counter()
         if saved:
