@@ -124,14 +124,16 @@ def test_all_ranks_meet_before_the_first_batch() -> None:
         assert group.log == ([("wait", "broadcast from 0")] if size > 1 else [])
 
 
-def test_a_batch_that_cannot_be_posted_ends_its_group() -> None:
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_a_batch_that_cannot_be_posted_names_the_peer_and_ends_its_group(coalesces: bool) -> None:
     """Otherwise NCCL would wait forever for the rest of the batch."""
-    for failing in ("send", "recv"):
-        group = Group(coalesces=True, failing=failing)
+    for failing, peer in (("send", 1), ("recv", 2)):
+        group = Group(coalesces, failing=failing)
         link = made(group)
-        with pytest.raises(TransportError, match="exchange with rank"):
+        with pytest.raises(TransportError, match="exchange with rank") as caught:
             link.post(batch())
-        assert group.log[-1] == "end"
+        assert caught.value.peer == peer
+        assert (group.log[-1] == "end") == coalesces
 
 
 def test_a_wait_that_fails_is_explained_by_the_host() -> None:

@@ -75,16 +75,17 @@ class QueuedP2P:
         if group is None:
             raise destroyed(self.rank)
         try:
-            if not self.coalesces:
-                return self._queued([(m.peer, self._issue(group, m)) for m in batch])
-            group._start_coalescing(self.device)
+            if self.coalesces:
+                group._start_coalescing(self.device)
+            works = []
             try:
                 for message in batch:
-                    peer = message.peer
-                    self._issue(group, message)
+                    peer = message.peer  # a connection that is known to be broken raises here
+                    works.append((peer, self._issue(group, message)))
             finally:
-                work = group._end_coalescing(self.device)
-            return self._queued([(peer, work)])
+                if self.coalesces:
+                    works = [(peer, group._end_coalescing(self.device))]
+            return self._queued(works)
         except RuntimeError as error:
             raise self.host.explain(peer, "exchange with", error) from error
 
