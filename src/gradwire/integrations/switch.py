@@ -8,7 +8,7 @@ A *pass* is one synchronised backward pass. Versions count from 0; each `update`
     offer     as a pass begins, each rank samples the newest version that it has prepared; messages
               carry it, and merges take the minimum (engine/message.py)
     adopt     at the end of a pass every rank knows the minimum over all ranks; this version is in
-              force from the next pass on
+              force from the next pass on; if it was refused, the forward after that raises
 
 Training does not wait, and a pass has one plan on all ranks. In stream order the host sees no
 message headers: there one more number is all-reduced per pass, on the device, and a rank that has
@@ -106,7 +106,7 @@ class Switch:
         self._waiting: list[tuple[Plan, Update]] = []
         self._busy = False
         self._closed = False
-        self._refused: ConfigError | None = None
+        self._refused: dict[int, ConfigError] = {}  # by version, until it is in force
 
     # ---- requests and preparation --------------------------------------------------------------
 
@@ -208,23 +208,25 @@ class Switch:
             raise refused
 
     def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:
-        """Refuse `plan`, on all ranks: its version gets the previous plan, and the next forward
-        raises the error."""
+        """Refuse `plan`, on all ranks: its version gets the previous plan, and the first forward
+        after that is in force raises the error."""
         with self._lock:
             same = replace(self._plans[self._prepared], version=plan.version)
             if self.newest is plan:
                 self.newest = same
             self._plans[plan.version] = same
             self._prepared = plan.version
-            self._refused = error
+            self._refused[plan.version] = error
         log.error("%s", error)
         update._prepared.set_exception(error)
 
     def refusal(self) -> ConfigError | None:
-        """The error of a refused update; returned once."""
+        """The error of a refused update, returned once: when its version is in force, as ranks learn
+        of it at different steps. Of several, that of the newest."""
         with self._lock:
-            error, self._refused = self._refused, None
-        return error
+            due = [version for version in self._refused if version <= self.plan.version]
+            errors = [self._refused.pop(version) for version in due]
+        return errors[-1] if errors else None
 
     def change(self, change: Callable[[Plan], Plan]) -> None:
         """Change every plan, that in force too, without preparing it again. All ranks call it
