@@ -335,9 +335,7 @@ def _cells(row: Row, gain: Gain, full: Row | None) -> list[str]:
     step = seconds(row["step_seconds"])
     if row.get("timing_only"):
         return [step, "for timing only", *[DASH] * 3]
-    missed = row["time_to_target"] is None and row["target"] is not None
-    time = "not reached" if missed else seconds(row["time_to_target"])
-    return [step, time, _gain(gain), *_learned(row, full)]
+    return [step, learning.time_reached(row), _gain(gain), *_learned(row, full)]
 
 
 def _learned(row: Row, full: Row | None) -> list[str]:

@@ -125,6 +125,7 @@ WRONG = [
     (r'{"a": "\ud800"}', "line 1 is not JSON"),
     ('{"a": 1, "run": [1]}', r"line 1: 'run' is \[1\]"),
     (b'{"a": 1}\n\xff', "line 2 is not UTF-8 text"),
+    ('{"a": 1}\n{"a": 2}\n{"a": 1}', "line 3 is the same as line 1: leave one of them out"),
     ("", "holds no rows"),
     ("[1]", "line 1 is not a JSON object but list"),
 ]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from report_rows import ABLATED, CHOSEN, DECISION, KERNEL, METHODS, RUN, TRIED, train_rows
 
+from gradwire.bench.report import learning
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "results_table.py"
 
 
@@ -126,6 +128,16 @@ def test_steps_of_several_runs_are_one_table(made: Any) -> None:
     assert ours.endswith("| 100 ms (0.20) | 2.00 s (4.00) |")
     assert sum("gradwire bench train --net" in line for line in rest) == 2
     assert made([KERNEL], "--steps")[0] == 2
+
+
+def test_a_target_that_the_untrained_model_meets_is_named(made: Any) -> None:
+    rows = train_rows()
+    for row in rows:
+        if row["row"] == "summary":
+            row["time_to_target"], row["time_to_target_by_seed"] = 0.0, [0.0]
+    assert made(rows)[1].count("| before training | – |") == len(METHODS)
+    said = learning.time_to_loss([], [row for row in rows if row["row"] == "summary"]).answers[0]
+    assert "which the untrained model meets, so times to it say nothing" in said
 
 
 def test_timing_only_and_not_finite_rows_are_named(made: Any) -> None:

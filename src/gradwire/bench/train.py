@@ -154,7 +154,7 @@ def run(
     with lease(state):
         told = dataclasses.asdict(config)
         if prepare(state, told, resume):
-            announce(f"Continuing the run in {state}")
+            announce(f"Continuing the run in {state}, from where it last saved")
         elif resume:
             announce(f"There is no run to continue in {state}: it starts from the beginning")
         yield from rows(dataclasses.replace(config, state=str(state / "train")), progress, announce)

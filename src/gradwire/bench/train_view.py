@@ -157,7 +157,7 @@ def table(summaries: Sequence[Row]) -> Table:
     )
     for row in summaries:
         reached = row["time_to_target"]
-        target = "not met" if reached is None else seconds(reached)
+        target = "not met" if reached is None else seconds(reached) if reached else "untrained"
         made.add_row(
             row["method"],
             seconds(row["step_seconds"]),

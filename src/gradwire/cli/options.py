@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -48,13 +49,16 @@ def names(option: str, text: str | None, separator: str = ",") -> list[str] | No
     """The names of an option that takes several, or None if it is not given.
 
     Raises:
-        ConfigError: it is given, and empty.
+        ConfigError: it is given, and empty, or names something twice.
     """
     if text is None:
         return None
     found = [part.strip() for part in text.split(separator) if part.strip()]
     if not found:
         raise ConfigError(f"{option} is empty: give one or more, separated by {separator!r}")
+    twice = next((name for name, count in Counter(found).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{option} names {twice} twice")
     return found
 
 

@@ -102,8 +102,8 @@ class Handle(Saved):
 
         Raises:
             ConfigError: as `attach`; or the handle was detached, its module is gone, or its process
-                group was destroyed. If ranks differ, a later forward of the module raises it, at the
-                same step on every rank, and the present plan stays in force.
+                group was destroyed. If ranks differ, a later forward of the module raises it, on
+                every rank at the same step, and the present plan stays in force.
         """
         self._check_attached("update")
         refuse_changes(self.automatic)

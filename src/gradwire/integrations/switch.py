@@ -208,8 +208,8 @@ class Switch:
             raise refused
 
     def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:
-        """Refuse `plan`, on all ranks: its version gets the previous plan, and the first forward
-        after that is in force raises the error."""
+        """Refuse `plan`, on all ranks: its version gets the previous plan, and once it is in force,
+        the next forward raises the error."""
         with self._lock:
             same = replace(self._plans[self._prepared], version=plan.version)
             if self.newest is plan:
@@ -221,7 +221,7 @@ class Switch:
         update._prepared.set_exception(error)
 
     def refusal(self) -> ConfigError | None:
-        """The error of a refused update, returned once: when its version is in force, as ranks learn
+        """The error of a refused update, returned once, when its version is in force: ranks learn
         of it at different steps. Of several, that of the newest."""
         with self._lock:
             due = [version for version in self._refused if version <= self.plan.version]

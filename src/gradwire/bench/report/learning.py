@@ -33,6 +33,7 @@ _COMPOSED = (
 )
 _LEARNED = "Does compression change what is learned?"
 _TIMING = "for timing only"
+MISSED = "not reached"
 _FEW = ", and so with every seed; these are too few to judge"
 _UNKNOWN = "; the spread over seeds is unknown"
 
@@ -101,14 +102,13 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
         if row.get("timing_only"):
             shown.append({"method": row["method"], "against": _TIMING})
             continue
-        missed = row["time_to_target"] is None and target is not None
-        if missed:
+        time = time_reached(row)
+        if time == MISSED:
             answers.append(
                 f"{row['method']} did not reach the target in {length([row])}{_some(row)}."
             )
         elif clause and row["method"] != baselines.full:
             answers.append(f"{row['method']} {clause}.")
-        time = "not reached" if missed else seconds(row["time_to_target"])
         known = [time for time in row.get("time_to_target_by_seed") or () if time is not None]
         seeds = reach(known, seconds)
         shown.append({"method": row["method"], "time": time, "seeds": seeds, "against": word})
@@ -124,6 +124,14 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
     return Question(TITLE, answers, figure, table(shown, columns, name=name))
 
 
+def time_reached(row: Row) -> str:
+    """The time to the target, in words if there is none to tell."""
+    time = row["time_to_target"]
+    if time is None:
+        return MISSED if row["target"] is not None else DASH
+    return seconds(time) if time else "before training"
+
+
 def _target(summaries: Sequence[Row]) -> str:
     target, origin = summaries[0]["target"], summaries[0].get("target_from", "given")
     if target is None:
@@ -131,7 +139,9 @@ def _target(summaries: Sequence[Row]) -> str:
     if " at " in origin:
         return f"The target is a validation loss of {digits(target, 4)}: that of {origin}."
     whose = "as given" if origin == "given" else f"the last loss of {origin}, plus the tolerance"
-    return f"The target is a validation loss of {digits(target, 4)}: {whose}."
+    met = [row for row in summaries if 0 in (row.get("time_to_target_by_seed") or ())]
+    untrained = ", which the untrained model meets, so times to it say nothing" if met else ""
+    return f"The target is a validation loss of {digits(target, 4)}: {whose}{untrained}."
 
 
 def _some(row: Row) -> str:
@@ -147,7 +157,7 @@ def _time_verdict(
     if baseline is None or row is baseline or not baseline["time_to_target"]:
         return DASH, ""
     if row["time_to_target"] is None:
-        return "not reached", ""
+        return MISSED, ""
     mine, theirs = paired((row, baseline), "time_to_target")
     ours, its = (resolved[one["method"]] for one in (row, baseline))
     gap, timing = gain.known_to(ours, row["time_to_target"], its, baseline["time_to_target"])

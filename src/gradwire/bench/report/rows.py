@@ -18,8 +18,8 @@ def read(file: Path) -> list[Row]:
     """The rows of one file.
 
     Raises:
-        ConfigError: it cannot be read, holds no rows, or a line is no row as its kind is; the
-            message names file, line and key.
+        ConfigError: it cannot be read, holds no rows, a line is no row as its kind is, or is there
+            twice; the message names file, line and key.
     """
     try:
         with file.open("rb") as opened:
@@ -34,6 +34,7 @@ def read(file: Path) -> list[Row]:
 
 def _rows(opened: BinaryIO, file: Path) -> Iterator[Row]:
     number = 0
+    seen: dict[bytes, int] = {}
     while line := opened.readline(LINE_BYTES + 1):
         number += 1
         where = f"{file}, line {number}"
@@ -42,6 +43,8 @@ def _rows(opened: BinaryIO, file: Path) -> Iterator[Row]:
         if line.strip():
             row = _parsed(line, where)
             check(row, where)
+            if (first := seen.setdefault(line.strip(), number)) != number:
+                raise ConfigError(f"{where} is the same as line {first}: leave one of them out")
             yield row
 
 
