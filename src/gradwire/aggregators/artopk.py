@@ -140,7 +140,7 @@ class _Selection:
         ]
         self.fed = _joined(fed)  # float32[n]
         self.packed = self.fed.new_empty(0, dtype=torch.uint8)  # the leader's positions
-        self.at = torch.empty(0)  # int64[k], unpacked
+        self.at = self.fed.new_empty(0, dtype=torch.int64)  # int64[k], unpacked
         self.error = self.fed.new_zeros(selection.count(density, self.fed.numel()))
         self.leader: torch.Tensor | None = None
 
@@ -157,7 +157,7 @@ class _Selection:
         """The all-gather of what the choice of a leader depends on."""
         self.packed = selection.pack(self.fed, self.density)
         size = self.fed[self._unpacked()].double().square().sum()
-        waited = self.first.state.get(_WAITED, torch.zeros(1)).to(size)
+        waited = self.first.state.get(_WAITED, size.new_zeros(1)).to(size)
         return AllGather(torch.cat([size.view(1), waited]), of=self.first)
 
     def led_by_best(self, scores: torch.Tensor, leader: str) -> Request:

@@ -196,7 +196,7 @@ class THC(Aggregator):
 
     def _measure(self, contexts: Sequence[Context], sums: Sequence[torch.Tensor]) -> None:
         """Write the metrics."""
-        ends = torch.zeros(len(sums), device=sums[0].device)
+        ends = torch.zeros(len(sums), dtype=torch.float32, device=sums[0].device)
         if self.saturates(contexts[0].world_size):
             run_local(Ends(self.wire.most), "encode", sums, ends.split(1))
         for c, s, share in zip(contexts, sums, ends.split(1), strict=True):

@@ -173,7 +173,8 @@ class _Arrays:
     """The arrays that kernels, and the copy, read and write."""
 
     def __init__(self, layout: Layout, numel: int, device: str, seed: int) -> None:
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(numel, generator=generator, dtype=torch.float32)
         self.values = values.to(device)
         self.result = torch.zeros_like(self.values)  # decoded: `values` are the same for every op
         self.residual = torch.zeros_like(self.values)

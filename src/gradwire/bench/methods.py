@@ -97,7 +97,9 @@ class Method:
             return
         own, given, _ = _split(self.options)
         of_rules = {k: given[k] for k in _OF_RULES if k in given}
-        blank = [(name, torch.empty(shape, device="meta")) for name, shape in shapes]
+        blank = [
+            (name, torch.empty(shape, dtype=torch.float32, device="meta")) for name, shape in shapes
+        ]
         try:
             check_seed(given.get("seed", 0))
             check_coalesce_bytes(given.get("coalesce_bytes", 0))

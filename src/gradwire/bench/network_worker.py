@@ -57,7 +57,7 @@ class _StandIn(nn.Module):
             layers = zip(self.batches, self.weights, strict=True)
             return torch.stack([_layer(batch, weight).mean() for batch, weight in layers]).sum()
         time.sleep(_FORWARD * pause)
-        value = torch.zeros((), requires_grad=True)
+        value = torch.zeros((), dtype=torch.float32, requires_grad=True)
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
             seconds = (1 - _FORWARD) * pause * weight.numel() / self.numel
             value = _Pause.apply(value, weight, gradient, seconds)  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class _StandIn(nn.Module):
 def _batch(weight: torch.Tensor) -> torch.Tensor:
     """What a layer is given, with a gradient of its own, as between the layers of a model."""
     columns = weight.flatten(1).shape[1] if weight.dim() > 1 else weight.numel()
-    return torch.randn(_ROWS, columns).requires_grad_()
+    return torch.randn(_ROWS, columns, dtype=weight.dtype, requires_grad=True)
 
 
 def _layer(batch: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
     begun = time.monotonic()
     for turn in range(config.turns):
         advance(f"turns of {', '.join(config.methods)}", turn, config.turns)
-        spent = torch.tensor(time.monotonic() - begun)
+        spent = torch.tensor(time.monotonic() - begun, dtype=torch.float32)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         if turn >= _FEWEST and float(spent) > config.budget_seconds:
             break

@@ -80,7 +80,7 @@ def learned(
     Raises:
         ConfigError: on all ranks: no parameter of those whose gradients are sent so has one.
     """
-    table = torch.zeros(len(targets), _MOST)
+    table = torch.zeros(len(targets), _MOST, dtype=torch.float32)
     for row, target in zip(table, targets, strict=True):
         if groups.replica == 0 and target.learner == groups.shard:
             _fit(row, target, parameters[target.name].sharded_param, steps)
@@ -107,4 +107,4 @@ def _fit(row: torch.Tensor, target: Wanted, parameter: torch.Tensor, steps: int)
     codec = target.codec
     local = getattr(values, "_local_tensor", values).detach()
     fitted = LearnedLevels.learn(local, codec.bits, codec.block, codec.rounding, steps=steps)
-    row[: 2**codec.bits] = torch.tensor(fitted.grid)
+    row[: 2**codec.bits] = torch.tensor(fitted.grid, dtype=row.dtype)

@@ -15,7 +15,7 @@ import torch
 from gradwire.integrations.fsdp import Piece
 from gradwire.lang import Codec, layout
 from gradwire.lang.kernels import Kernels, for_device
-from gradwire.lang.rows import ROW
+from gradwire.lang.rows import ROW, check_memory
 
 
 class Payloads:
@@ -72,7 +72,11 @@ class Payloads:
 
         Args:
             keys: uint64, of each parameter.
+
+        Raises:
+            ConfigError: the memory does not fit this layout.
         """
+        self._check(values, self.stride, payloads)
         for kernels, of in self._kernels.values():
             before = rank * self.stride * self.dtype.itemsize
             rows = self._rows(of, [rank], values.data_ptr() - before, payloads.data_ptr())
@@ -84,7 +88,9 @@ class Payloads:
 
         Raises:
             CodecError: a payload is malformed.
+            ConfigError: the memory does not fit this layout.
         """
+        self._check(values, self.ranks * self.stride, payloads)
         for kernels, of in self._kernels.values():
             every = range(self.ranks)
             rows = self._rows(of, every, values.data_ptr(), payloads.data_ptr())
@@ -93,6 +99,11 @@ class Payloads:
         for piece, end in zip(self.pieces, self.ends, strict=True):
             for rank, length in enumerate(piece.lengths):
                 parts[rank, piece.at + length : end].zero_()
+
+    def _check(self, values: torch.Tensor, numel: int, payloads: torch.Tensor) -> None:
+        nbytes = sum(self.nbytes)
+        check_memory("weights", "values", values, numel, self.dtype, self.device)
+        check_memory("weights", "payloads", payloads, nbytes, torch.uint8, self.device)
 
     def _rows(
         self, of: Sequence[int], ranks: Sequence[int], values: int, payloads: int

@@ -48,7 +48,8 @@ class Sharding:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of this rank's shard."""
-        return _cut(torch.empty(self.shapes[name], device="meta"), self, name).shape
+        whole = torch.empty(self.shapes[name], dtype=torch.float32, device="meta")
+        return _cut(whole, self, name).shape
 
 
 @dataclass(frozen=True)

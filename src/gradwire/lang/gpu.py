@@ -107,7 +107,9 @@ class Device:
         derived = forms.derive(codec, native_name(dtype))
         self.statistics = triton_rows.statistics(derived.programs.values())
         table = derived.table or (0.0,)
-        self.numbers = functools.cache(lambda device: torch.tensor(table, device=device))
+        self.numbers = functools.cache(
+            lambda device: torch.tensor(table, dtype=torch.float32, device=device)
+        )
         # passed to kernels that read no payload; they never write to it
         self.unread = functools.cache(
             lambda device: torch.zeros(1, dtype=torch.int32, device=device)

@@ -24,7 +24,7 @@ from gradwire.lang.exact import Exact
 from gradwire.lang.exact_forms import ExactForms
 from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import Layout, layout, native_name
-from gradwire.lang.rows import ROW
+from gradwire.lang.rows import ROW, check_distances, check_table, check_workspace
 from gradwire.lang.trace import integer
 
 if TYPE_CHECKING:
@@ -98,23 +98,18 @@ class Kernels:
 
         Raises:
             CodecError: a malformed payload; with a mark, the mark raises it.
-            ConfigError: the form is unknown, or could not be compiled.
+            ConfigError: the form is unknown, or could not be compiled; or an argument is not as
+                described.
         """
         check_form(form)
-        assert rows.dtype == ROW, rows.dtype
-        assert rows.flags.c_contiguous, "rows: a contiguous table"
-        assert -1 <= rank < ranks, (rank, ranks)
-        assert threads >= 1, threads
-        read = (ranks - (rank >= 0)) * (1 + self.layout.redraws)
-        assert not read or distances is not None, f"{ranks} ranks, without distances"
-        if distances is not None:
-            assert distances.dtype == np.int64, distances.dtype
-            assert distances.flags.c_contiguous
-            assert distances.size >= read, (distances, read)
+        check_table(rows)
+        if not (-1 <= rank < ranks and threads >= 1):
+            raise ConfigError(f"rank {rank} of {ranks}, threads={threads}: no such call")
+        check_distances(distances, (ranks - (rank >= 0)) * (1 + self.layout.redraws))
         needed = self.workspace_nbytes(rows["numel"], threads, ranks)
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
-        assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
+        check_workspace(workspace, needed)
         failed = None if mark is None else mark.failed
         call = Call(ranks, rank, distances, factor, threads, workspace, failed)
         with compiler_needed():

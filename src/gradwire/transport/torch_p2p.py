@@ -85,7 +85,7 @@ class TorchP2P:
             # One wait that times out ends all other waits of this rank.
             with suppress(RuntimeError):
                 peer = (self.rank + 1) % self.world_size
-                last = group.recv([torch.zeros(1)], peer, TAG_BASE - 1)
+                last = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, TAG_BASE - 1)
                 last.wait(timedelta(milliseconds=1))
             deadline = time.monotonic() + _RETURN_S
             while self.waiting and time.monotonic() < deadline:
