@@ -34,7 +34,7 @@ from gradwire.collectives import AllGather
 from gradwire.collectives.legal import FLOATS
 from gradwire.engine import Outcome
 from gradwire.integrations.backward import in_backward
-from gradwire.integrations.fsdp import gathered, gathers_again, gathers_shards
+from gradwire.integrations.fsdp import forward_of, gathered, gathers_again, gathers_shards
 from gradwire.integrations.payloads import Payloads, kernels_of
 from gradwire.integrations.sharded_plan import GATHER
 from gradwire.lang import rng
@@ -139,7 +139,8 @@ class WeightGather(FSDPAllGather):
 
     def agreed(self, device: torch.device) -> int:
         """The version of the weights that ranks agree on as they gather."""
-        needed = self.of.changes.agreed(self._asked, device, self.frozen)
+        forward = forward_of(self.record)
+        needed = self.of.changes.agreed(self._asked, device, self.frozen, forward)
         self._asked = self.of.changes.asked
         return needed
 
