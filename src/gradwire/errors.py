@@ -15,8 +15,10 @@ E = typing.TypeVar("E", bound=BaseException)
 class GradwireError(Exception):
     """The base class of all gradwire errors."""
 
-    _in_global_ranks = False
-    _origin: tuple[int, str] | None = None  # the rank in the whole job that failed, and its text
+    # For errors that pass from one process group to another:
+    _in_global_ranks = False  # the text has the ranks' numbers in the whole job
+    _responsible: int | None = None  # the peer's number there, once the text has such numbers
+    _origin: tuple[int, str] | None = None  # of a peer that has told of its failure; its text
 
 
 class ConfigError(GradwireError, ValueError):
@@ -31,8 +33,9 @@ class TransportError(GradwireError):
     """A peer or a link failed.
 
     Attributes:
-        peer: the rank held responsible, by its number within the process group, whose message
-            has the number in the whole job; None if unknown.
+        peer: the rank held responsible, by its number within the process group whose operation
+            raises this; None if unknown, or if it is not in this group. The message has its number
+            in the whole job.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -40,27 +43,47 @@ class TransportError(GradwireError):
         self.peer = peer
 
 
+_SAME = range(1 << 31)  # the numbers of a group's ranks, where they are those in the whole job
 _RANKS = re.compile(r"\b([Rr]anks? )(\d+(?:(?:, | and )\d+)*)")
 
 
 def in_global_ranks(error: E, ranks: Sequence[int] | None) -> E:
-    """An error of a process group as users see it: with the ranks' numbers in the whole job.
+    """An error as users of a process group see it: its text has the ranks' numbers in the whole
+    job, its `peer` is the number in the group.
+
+    An error that another group has shown keeps its text.
 
     Args:
+        error: of this group, or of another in which it was shown.
         ranks: of the group's members, in its order; None: they are equal.
     """
-    if ranks is None or not isinstance(error, GradwireError) or error._in_global_ranks:
+    if not isinstance(error, GradwireError):
         return error
-    shown = copy.copy(error).with_traceback(error.__traceback__)
-    shown.args = (text_in_global_ranks(str(error), ranks),)
-    return already_global(shown)
+    if not error._in_global_ranks:
+        text = text_in_global_ranks(str(error), ranks)
+        return already_global(error if text == str(error) else _copied(error, args=(text,)), ranks)
+    if isinstance(error, TransportError) and error._responsible is not None:
+        numbers = _SAME if ranks is None else ranks
+        known = error._responsible in numbers
+        peer = numbers.index(error._responsible) if known else None
+        return error if peer == error.peer else _copied(error, peer=peer)
+    return error
 
 
-def already_global(error: E) -> E:
-    """An error whose text has the numbers in the whole job."""
+def already_global(error: E, ranks: Sequence[int] | None) -> E:
+    """An error whose text has the numbers in the whole job, and whose `peer` is one of `ranks`."""
     if isinstance(error, GradwireError):
         error._in_global_ranks = True
+        if isinstance(error, TransportError) and error.peer is not None:
+            error._responsible = (_SAME if ranks is None else ranks)[error.peer]
     return error
+
+
+def _copied(error: E, **changed: object) -> E:
+    copied = copy.copy(error).with_traceback(error.__traceback__)
+    for name, value in changed.items():
+        setattr(copied, name, value)
+    return copied
 
 
 def text_in_global_ranks(text: str, ranks: Sequence[int] | None) -> str:

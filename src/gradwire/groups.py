@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,11 +77,10 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     return comm
 
 
-def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """The members' ranks in the whole job, where they are not their numbers in the group."""
+def _ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
+    """The members' ranks in the whole job; of a group that torch does not list, those in it."""
     listed = dist.distributed_c10d._world.pg_group_ranks.get(group)
-    ranks = None if listed is None else tuple(sorted(listed, key=listed.__getitem__))
-    return None if ranks in (None, tuple(range(group.size()))) else ranks
+    return range(group.size()) if listed is None else sorted(listed, key=listed.__getitem__)
 
 
 def _still(held: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

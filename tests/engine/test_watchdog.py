@@ -19,7 +19,7 @@ from gradwire.transport import Hub
 class Comm:
     """Rank 0 of four, which has met a failure, and records its notices."""
 
-    rank, world_size, ranks, error, opened = 0, 4, None, None, None
+    rank, world_size, ranks, error, opened = 0, 4, range(4), None, None
 
     def dead_peer(self) -> None:
         """All peers are alive."""

@@ -142,16 +142,17 @@ class Member:
         """
         self._channel.check_process()
         on_control = self._channel.is_current
-        if on_control and not self._part.settled:
-            raise TransportError(f"rank {self.rank} has no place in the group yet")
         reply: Future[bytes] = Future()
-        self._submit(lambda: self._part.first(key, value, reply), reply.set_exception)
         try:
+            if on_control and not self._part.settled:
+                raise TransportError(f"rank {self.rank} has no place in the group yet")
+            self._submit(lambda: self._part.first(key, value, reply), reply.set_exception)
             return reply.result(_ANSWER_S if on_control else self.timeout)
         except FutureTimeout:
-            raise TransportError(
-                f"rank {self.rank}: the group's store does not answer, or rank 0 has not joined"
-            ) from None
+            text = f"rank {self.rank}: the group's store does not answer, or rank 0 has not joined"
+            raise self._shown(TransportError(text)) from None
+        except TransportError as error:
+            raise self._shown(error) from None
 
     def leave(self, notice: Mapping[str, Any]) -> None:
         """Leave the group; `notice` is the last that peers receive from this rank.
@@ -211,11 +212,13 @@ class Member:
             self._connection.submit(lambda: self._part.expire(pending))
 
         pending: PendingResult[Any] = PendingResult(
-            self._channel.post, self.timeout, self.rank, what, late, _NAMING_S,
-            lambda error: in_global_ranks(error, self.ranks),
-        )  # fmt: skip
+            self._channel.post, self.timeout, self.rank, what, late, _NAMING_S, self._shown
+        )
         self._channel.watch(pending)
         return pending
+
+    def _shown(self, error: Exception) -> Exception:
+        return in_global_ranks(error, self.ranks)
 
     def _submit(self, command: Callable[[], None], fail: Fail | None) -> None:
         submitted = not self._left and self._connection.submit(

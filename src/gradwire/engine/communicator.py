@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class GroupInfo:
     world_size: int
     timeout: float
     store: dist.Store
-    ranks: tuple[int, ...] | None = None
+    ranks: Sequence[int] | None = None
 
 
 class Communicator:
@@ -72,7 +72,7 @@ class Communicator:
         info: required where `transport` is a function.
 
     Attributes:
-        ranks: of the members in the whole job; None: they are equal.
+        ranks: the members' numbers in the whole job.
         calls: the owner of single collectives that users call.
         backend_calls: the owner of single collectives that the backend calls.
         counted: the number of user calls without a given step; each draws its own random numbers.
@@ -95,7 +95,7 @@ class Communicator:
             made: Any = transport
             info = GroupInfo(made.rank, made.world_size, made.timeout, made.board)
         self.rank, self.world_size, self.timeout = info.rank, info.world_size, info.timeout
-        self.ranks = info.ranks
+        self.ranks: Sequence[int] = info.ranks or range(info.world_size)
         self._failing = False
         engine = Engine.current()
         self.workers = engine.workers
@@ -123,7 +123,7 @@ class Communicator:
             self.member = engine.channel.join(
                 info.store, self.rank, self.world_size, self.timeout, self.watchdog
             )
-            self.member.ranks = info.ranks
+            self.member.ranks = self.ranks
 
     def count(self) -> int:
         """Number a call without a given step; all ranks make the same calls, so they agree."""
@@ -309,6 +309,7 @@ class Communicator:
         """Break the group because of a local error, and tell the peers."""
         if not self.first_to_fail():
             return  # another thread has reported the failure already
+        error = in_global_ranks(error, self.ranks)
         peer = error.peer if isinstance(error, TransportError) else None
         blamed = self.rank if peer is None else peer
         if self._transport is not None:
@@ -340,9 +341,10 @@ class Communicator:
 
     def fail_owner(self, owner: Owner, error: BaseException) -> None:
         """Break one owner because of a local error: peers end its rounds, and no others."""
+        error = in_global_ranks(error, self.ranks)
         if self.end_owner(owner, error):
             if not ending():
-                log.error("%s", owner.error)
+                log.error("%s", error)
             self.watchdog.tell_failure(error, self.rank, owner)
 
     def end_owner(self, owner: Owner, error: BaseException) -> bool:

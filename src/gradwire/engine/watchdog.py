@@ -30,7 +30,6 @@ from gradwire.errors import (
     TransportError,
     already_global,
     in_global_ranks,
-    text_in_global_ranks,
 )
 
 if TYPE_CHECKING:
@@ -68,12 +67,18 @@ class Watchdog:
 
     def tell_failure(self, error: BaseException, blamed: int, owner: Owner | None) -> None:
         """Tell peers that this rank has failed because of `blamed`: they end their waits, or those
-        for `owner`. An error that a peer in another group told of is passed on as that peer's."""
+        for `owner`, where they hold responsible whom the error does: it may be of another group.
+
+        Args:
+            error: as users see it.
+        """
         comm, key = self._comm, None if owner is None else owner.key
         mistake = isinstance(error, ConfigError)
-        origin, text = self._in_job(comm.rank), _text(in_global_ranks(error, comm.ranks))
-        if isinstance(error, GradwireError) and error._origin is not None:
-            origin, text = error._origin
+        origin, text = comm.ranks[comm.rank], _text(error)
+        if isinstance(error, GradwireError):
+            if owner is not None and error._responsible is not None:
+                origin = error._responsible
+            origin, text = error._origin or (origin, text)
         notice = {"kind": "failed", "text": text, "blamed": blamed, "owner": key}
         self._tell({**notice, "mistake": mistake, "origin": origin})
 
@@ -143,7 +148,8 @@ class Watchdog:
                 self._look_for_the_end(place)
             self._crossings.look(list(self._expected))
         except TransportError as error:  # the store is gone: the transport's timeout applies
-            log.warning("rank %d: a long wait cannot be compared: %s", self._comm.rank, error)
+            rank = self._comm.ranks[self._comm.rank]
+            log.warning("rank %d: a long wait cannot be compared: %s", rank, error)
         finally:
             self._busy = False
 
@@ -236,12 +242,11 @@ class Watchdog:
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
         told, origin = str(notice["text"]), int(notice["origin"])
-        text = f"rank {self._in_job(comm.rank)}: rank {origin} has failed: {told}"
+        text = f"rank {comm.ranks[comm.rank]}: rank {origin} has failed: {told}"
         if notice.get("owner") is not None:
             mistake = bool(notice.get("mistake"))  # the user's, so a ConfigError here as well
-            peer = next((p for p in range(comm.world_size) if self._in_job(p) == origin), sender)
-            error = ConfigError(text) if mistake else TransportError(text, peer=peer)
-            already_global(error)._origin = origin, told
+            error = already_global((ConfigError if mistake else TransportError)(text), None)
+            error._origin, error._responsible = (origin, told), origin
             owner = self._owner(str(notice["owner"]))
             if owner is None:
                 self._broken[str(notice["owner"])] = error
@@ -251,7 +256,7 @@ class Watchdog:
         self._reasons[sender] = text
         self._blamed[sender] = blamed
         if comm.first_to_fail():  # else this rank has failed itself, and calls `explained`
-            failed = already_global(TransportError(text, peer=sender))
+            failed = already_global(TransportError(text, peer=sender), comm.ranks)
             comm.workers.run(partial(self._end, failed, sender))
 
     def _end(self, error: TransportError, blamed: int) -> None:
@@ -278,18 +283,13 @@ class Watchdog:
                 break
             first = following
         if self._blamed.get(first) == first:  # it has reported the cause itself
-            return already_global(TransportError(self._reasons[first], peer=first))
+            text = self._reasons[first]
+            return already_global(TransportError(text, peer=first), self._comm.ranks)
         if first == blamed:
             return error
-        text = str(in_global_ranks(error, self._comm.ranks))
-        text += self._shown(f". The first to fail was rank {first}")
-        return already_global(TransportError(text, peer=first))
-
-    def _in_job(self, rank: int) -> int:
-        return rank if self._comm.ranks is None else self._comm.ranks[rank]
-
-    def _shown(self, text: str) -> str:
-        return text_in_global_ranks(text, self._comm.ranks)
+        ranks = self._comm.ranks
+        text = f"{in_global_ranks(error, ranks)}. The first to fail was rank {ranks[first]}"
+        return already_global(TransportError(text, peer=first), ranks)
 
     def _heard_late(self, notice: Mapping[str, Any]) -> None:
         key, ticket, number = notice["place"]

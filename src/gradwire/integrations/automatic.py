@@ -315,7 +315,7 @@ class Automatic:
         self.history.append(row)
         self._record({"by": "auto", **row})
         if self._comm.rank == 0 or said_by_all:
-            rank = f"rank {self._comm.rank}: " if said_by_all else ""
+            rank = f"rank {self._comm.ranks[self._comm.rank]}: " if said_by_all else ""
             log.log(level, "%spass %d: auto: %s", rank, self.passes, line)
 
 

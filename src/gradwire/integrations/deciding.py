@@ -191,10 +191,10 @@ class Decider:
         """What rank 0 of the first replica answers to the tables of its ranks."""
         self._exchanges += 1
         key, ranks = f"{self._key} {self._exchanges}", self._ranks
-        every = self._exchanged(ranks.parts, f"{key}/tables", _told(ranks.parts, tables))
+        every = self._exchanged(ranks.parts, f"{key}/tables", _told(ranks, tables))
         mine: dict[str, Any] = _failed(every) or {}
         if ranks.asks and not mine:
-            mine = _told(ranks.parts, lambda: answer(every))
+            mine = _told(ranks, lambda: answer(every))
         mine = self._exchanged(ranks.parts, key, mine)[0]
         found = self._exchanged(ranks.copies, f"{key}/ruling", mine)
         failed = _failed(found)
@@ -318,11 +318,13 @@ class Decider:
             self._last = Chosen(methods, *of)
 
 
-def _told(comm: Communicator | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _told(ranks: Deciders, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return make()
     except BaseException as failed:  # SystemExit, too: other ranks wait for this one
-        return {"failed": f"rank {0 if comm is None else comm.rank}: {reason(failed)}"}
+        comm = ranks.parts or ranks.copies
+        rank = 0 if comm is None else comm.ranks[comm.rank]
+        return {"failed": f"rank {rank}: {reason(failed)}"}
 
 
 def reason(error: BaseException) -> str:

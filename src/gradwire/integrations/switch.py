@@ -180,8 +180,7 @@ class Switch:
         try:
             collectives = self._rehearse(plan)
         except Exception as error:
-            rank = self._owners[0].comm.rank
-            verdict = f"refused by rank {rank}: {type(error).__name__}: {error}"
+            verdict = f"refused: {type(error).__name__}: {error}"
         self._agree(f"{name}, rehearsed", [verdict])
         if verdict != "rehearsed":
             raise ConfigError(f"{_WHAT}: {verdict}")
@@ -198,7 +197,7 @@ class Switch:
                 lines = member.exchange(f"{key}, before", str(refused or "").encode()).result()
                 line = next(filter(None, lines), None)
                 if refused is None and line is not None:
-                    refused = already_global(ConfigError(line.decode()))
+                    refused = already_global(ConfigError(line.decode()), owner.comm.ranks)
             if refused is None:
                 try:
                     awaited(owner.comm, owner.comm.agreement(key, _WHAT, said), self._check)

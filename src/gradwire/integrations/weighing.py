@@ -106,7 +106,8 @@ class BucketTrial:
                 except ConfigError as error:  # alike on all ranks
                     self._end({}, str(error))
             except Exception as error:  # the group is broken, which the next pass tells
-                log.warning("rank %d: weigh=time: %s", self._owner.comm.rank, error)
+                comm = self._owner.comm
+                log.warning("rank %d: weigh=time: %s", comm.ranks[comm.rank], error)
 
         return guarded
 

@@ -98,7 +98,8 @@ class LinkWatch:
             if comm.error is None and not self._stop.is_set():
                 if isinstance(error, TransportError):
                     comm.fail(error)  # the transport is broken, which the next pass would find
-                log.warning("rank %d: the links are watched no more: %s", comm.rank, error)
+                rank = comm.ranks[comm.rank]
+                log.warning("rank %d: the links are watched no more: %s", rank, error)
         finally:
             comm.close_owner(self._owner)
             self._over.set()
