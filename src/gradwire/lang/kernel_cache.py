@@ -28,6 +28,12 @@ from pathlib import Path
 
 from gradwire.errors import ConfigError
 
+# What there is of kernels in the folder. It has measurements, too, and others' files if they like.
+_DIGEST = 32 * "?"
+_FILES = (
+    f"{_DIGEST}.so", f"{_DIGEST}.lock", f"gradwire_{_DIGEST}.py",
+    f"__pycache__/gradwire_{_DIGEST}.*.pyc", f"delay_line-{16 * '?'}*", "gradwire-scratch-*",
+)  # fmt: skip
 LOCK_SECONDS = 60.0  # a compilation takes one or two seconds; after this, compile without the lock
 _SEAL_NBYTES = 16
 
@@ -110,6 +116,12 @@ def _way(path: Path) -> Iterator[Path]:
             yield from _way(at.parent / at.readlink())
 
 
+def files() -> list[Path]:
+    """The folder's files of compiled code. Raises as `folder`."""
+    place = folder()
+    return sorted(path for pattern in _FILES for path in place.glob(pattern) if path.is_file())
+
+
 def obtain(path: Path, make: Callable[[Path], object]) -> Path:
     """A file of compiled code: `path` if it is whole, else as `make` writes it to another path.
 
@@ -140,7 +152,7 @@ def put(path: Path, data: bytes) -> Path:
 
 
 def _put(path: Path, data: bytes) -> Path:
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent)
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix="gradwire-scratch-")
     try:
         with open(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o700)  # programs, too
