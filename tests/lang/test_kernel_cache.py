@@ -49,7 +49,7 @@ def test_a_broken_library_is_compiled_anew(
     file = tmp_path / library.name
     file.write_bytes(BROKEN[how](library.read_bytes()))
     assert answer(tmp_path, monkeypatch) == 42
-    assert kernel_cache._is_whole(file)
+    assert kernel_cache.is_whole(file)
     assert {path.suffix for path in tmp_path.iterdir()} == {".so", ".lock"}
 
 

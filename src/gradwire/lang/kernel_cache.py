@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -27,6 +28,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from gradwire.errors import ConfigError
+
+log = logging.getLogger("gradwire")
 
 # What there is of kernels in the folder. It has measurements, too, and others' files if they like.
 _DIGEST = 32 * "?"
@@ -128,10 +131,10 @@ def obtain(path: Path, make: Callable[[Path], object]) -> Path:
     Processes that want it at the same time make it once. The result is in a temporary folder if
     `path` cannot be written. Raises `OSError` if that fails, too.
     """
-    if _is_whole(path):
+    if is_whole(path):
         return path
     with _locked(path.with_suffix(".lock")):
-        if _is_whole(path):
+        if is_whole(path):
             return path
         with tempfile.TemporaryDirectory(prefix="gradwire-") as scratch:
             made = _ours(Path(scratch)) / path.name
@@ -168,7 +171,7 @@ def _seal(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=_SEAL_NBYTES).digest()
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether there is a file whose end is the digest of the rest: some 0.1 ms."""
     try:
         data = path.read_bytes() if path.is_file() else b""
@@ -205,7 +208,23 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-_mutex = threading.Lock()  # forms are compiled in parallel, and warn once
+_mutex = threading.Lock()  # forms are compiled in parallel, and what is said is said once
+
+
+def tell_of_compiling(place: Path) -> None:
+    """Log, once per process, that kernels are compiled into a folder.
+
+    Of ranks that torchrun or another launcher started on a machine the first says it, whichever of
+    them compiles: all wait.
+    """
+    with _mutex:
+        _tell_of_compiling(place)
+
+
+@cache
+def _tell_of_compiling(place: Path) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning("gradwire: compiling kernels that are not yet in %s", place)
 
 
 def _temporary(reason: str) -> Path:
