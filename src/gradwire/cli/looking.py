@@ -141,6 +141,32 @@ def codec_build(
             raise ConfigError(f"nothing was built: {error}") from error
 
 
+@codec.command("cache")
+def codec_cache(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove them: they are compiled anew on next use.")
+    ] = False,
+    json_file: Json = None,
+) -> None:
+    """The kernels that were compiled on first use: where they are kept, and how large they are.
+
+    Kernels that came with the installation are not among them, nor are the caches of Triton.
+    """
+    from gradwire.lang import kernel_cache
+
+    found = kernel_cache.files()
+    row = {
+        "folder": str(kernel_cache.folder()),
+        "files": len(found),
+        "bytes": sum(path.stat().st_size for path in found),
+        "removed": clear,
+    }
+    with output(json_file) as out:
+        for path in found if clear else ():
+            path.unlink(missing_ok=True)  # a process that runs keeps what it has loaded
+        out.rows([row], [*row])
+
+
 @lab.command("run", context_settings={"allow_interspersed_args": False})
 def lab_run(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command, after --.")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,13 +25,23 @@ from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
 
-_SAME: Any = object()
+
+class _Unchanged:
+    """An argument of `update` that is left out; its text is the default that help() shows."""
+
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_SAME: Any = _Unchanged()
 _TOLD = 3  # of the newest decisions in a summary
 _FIXED = {"seed", "keep", "plan", "policy", "replan", "auto"}  # arguments of `attach` alone
 
 
 class Handle(Saved):
     """What `attach` returns."""
+
+    __signature__ = inspect.Signature()  # nobody else makes one
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Hashable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,14 @@ from gradwire.lang.trace import Payload, Value
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class _Signature:
+    """`__signature__` of a codec's class: its options, where tools would take `Codec.__new__`'s."""
+
+    def __get__(self, codec: Codec | None, of: type[Codec]) -> inspect.Signature:
+        made = [*inspect.signature(of.__init__).parameters.values()] if is_dataclass(of) else []
+        return inspect.Signature(made[1:])
 
 
 class Codec:
@@ -30,6 +38,8 @@ class Codec:
     frozen dataclass raises it when it is first instantiated. Codecs are equal if they are of one
     class and their options have equal types and bits: 1, 1.0 and True differ, as 0.0 and -0.0 do.
     """
+
+    __signature__ = _Signature()
 
     def __new__(cls, *args: object, **options: object) -> Self:
         # Kernels are cached by codec, and ranks compare its text: both must depend on options only.

@@ -81,6 +81,7 @@ def load(text: str) -> ModuleType:
     name = f"gradwire_{jit.digest(text)}"
     path = kernel_cache.folder() / f"{name}.py"
     if not path.is_file() or path.read_bytes() != text.encode():  # none, or cut short by a crash
+        kernel_cache.tell_of_compiling(path.parent)  # by Triton, when they are launched
         path = kernel_cache.put(path, text.encode())
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

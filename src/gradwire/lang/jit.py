@@ -76,6 +76,8 @@ def _load(source: str, path: str, flags: tuple[str, ...], folder: Path) -> ctype
         run([path, *flags, "-shared", str(text), "-o", str(library), "-lm"])
 
     library = folder / f"{digest(source, ' '.join(flags), version(path), _cpu())}.so"
+    if not kernel_cache.is_whole(library):
+        kernel_cache.tell_of_compiling(folder)
     try:
         library = kernel_cache.obtain(library, make)
         return ctypes.CDLL(str(library))
