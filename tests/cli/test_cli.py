@@ -12,6 +12,7 @@ import pytest
 from command_line import rows_of, run, wrongly_refused
 from gradwire import codecs, doctor
 from gradwire.aggregators import registry
+from gradwire.bench import network
 from gradwire.cli import main
 from gradwire.lang import gpu, jit
 
@@ -39,6 +40,22 @@ def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.Monke
     for part in ("compiler", "target c"):
         assert not parts[part]["available"]
         assert "no-such-compiler" in parts[part]["detail"]
+
+
+def test_doctor_tells_the_verdict_of_a_measured_step_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"part": "step it", "available": True, "detail": "", "method": "it", "step_seconds": 1.0}
+    verdict = {"part": "verdict", "available": True, "detail": "The verdict.\nWrite: this."}
+    monkeypatch.setattr(network, "run", lambda *_: iter([step, verdict]))
+    lines = run("doctor", "--ranks", "2").out.splitlines()
+    assert lines[:2] == ["The verdict.", "Write: this."]
+    assert "1000" in " ".join(lines[2:])
+    assert not any("target eager" in line for line in lines)
+    rows = rows_of("doctor", "--ranks", "2")  # programs get all
+    assert [rows[0]["part"], *(row["part"] for row in rows[-2:])] == [
+        "gradwire",
+        "step it",
+        "verdict",
+    ]
 
 
 def test_codec_list_has_a_row_for_each(tmp_path: Path) -> None:

@@ -216,7 +216,9 @@ def one_pass_in_some_is_sampled(rank: int) -> None:
         trains(model, 1, optimizer)
         seen.append(int(handle.metrics(every=3)["sampled_step"]))
     assert seen == [3, 3, 3, 6, 6, 6, 9, 9]
-    assert handle.metrics(every=3) == handle.metrics(every=3)
+    assert handle.metrics(every=3) == (last := handle.metrics(every=3))
+    prefixed = handle.metrics(every=3, prefix="gradwire/")
+    assert prefixed == {f"gradwire/{key}": value for key, value in last.items()}
     with pytest.raises(ConfigError, match="every=0"):
         handle.metrics(every=0)
 

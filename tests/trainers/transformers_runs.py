@@ -49,14 +49,25 @@ class AtStart(transformers.TrainerCallback):
         self.full = self.of.handle.full_state_dict()
 
 
+class Logger(transformers.TrainerCallback):
+    """One of the trainer's, which are called before any that is added later."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append(dict(logs))
+
+
 def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtStart]:
     """A trainer, its callback, and what looks at it."""
     args = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=4,
         use_cpu=DEVICE == "cpu", ddp_backend="gloo", lr_scheduler_type="constant", report_to=[],
-        disable_tqdm=True, save_strategy="epoch", logging_strategy="no", **options,
+        disable_tqdm=True, save_strategy="epoch", logging_steps=2, **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
+    rows = [{"x": x} for x in data()]
+    trainer = transformers.Trainer(Model(), args, train_dataset=rows, callbacks=[Logger()])
     callback = gw.transformers.compress(trainer, CODEC, error_feedback=True)
     start = AtStart(callback)
     trainer.add_callback(start)
@@ -70,6 +81,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     whole.train()
     compressed(callback.handle)
     replicas_alike(flat(whole.model))
+    _logs_have_metrics(whole, rank)
     half = folder / f"checkpoint-{BATCHES}"
     saved = read(half / "gradwire.pt")
     again, _, start = made(folder)
@@ -84,6 +96,20 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert not (folder / f"checkpoint-{3 * BATCHES}" / "gradwire.pt").exists()
     newest.train()
     assert not start.full["ranks"][0]["aggregators"]
+
+
+def _logs_have_metrics(trainer: Any, rank: int) -> None:
+    """Of rank 0 in what is logged of training, for every logger and in the trainer's history."""
+    logger = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Logger))
+    for logged in (logger.logged, trainer.state.log_history):
+        steps = [row for row in logged if "loss" in row]
+        assert len(steps) == len(logged) - 1 == BATCHES  # and the summary of the training
+        for row in logged:
+            found = {key for key in row if key.startswith("gradwire/")}
+            assert ("gradwire/ratio" in found) == bool(found) == (rank == 0 and "loss" in row)
+    if rank == 0:
+        assert logger.logged[0]["gradwire/ratio"] > 4
+        assert "gradwire/nmse" in logger.logged[1]
 
 
 def resumes_on_three(rank: int, folder: Path) -> None:

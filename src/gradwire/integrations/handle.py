@@ -256,10 +256,13 @@ class Handle(Saved):
             "plan": self.plan.version,
         }
 
-    def metrics(self, layers: bool = False, every: int = EVERY) -> dict[str, float]:
-        """Scalars for a logger:
+    def metrics(
+        self, layers: bool = False, every: int = EVERY, prefix: str = ""
+    ) -> dict[str, float]:
+        """Scalars for a logger, one chart for each:
 
-            writer.add_scalars("gradwire", handle.metrics(), step)
+            for name, value in handle.metrics(prefix="gradwire/").items():
+                writer.add_scalar(name, value, step)
 
         Of this rank; over the passes since the previous call:
 
@@ -295,13 +298,15 @@ class Handle(Saved):
             layers: in addition, the same for each parameter, under "NAME/KEY"; there bits_per_value
                 is that of the payload in the plan in force, at most.
             every: sample one pass in so many.
+            prefix: stands before each key.
 
         Raises:
             ConfigError: `every` is not a number of passes.
         """
         on = self._reductions
         totals = on.totals() | on.facts()
-        return on.metrics.read(totals, self._plan_now(), self._members, layers, every)
+        found = on.metrics.read(totals, self._plan_now(), self._members, layers, every)
+        return {prefix + key: value for key, value in found.items()}
 
     @property
     def attached(self) -> bool:
