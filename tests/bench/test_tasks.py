@@ -128,8 +128,8 @@ def test_wrong_tasks_and_options_are_refused() -> None:
     refused(
         lambda given: tasks.get(given[0], **given[1]),
         [
-            (("speech", {}), r"unknown task 'speech'; known: gpt, gpt-32k, image"),
-            (("gpt", {"depth": 3}), r"no option 'depth'; it has: .*layers"),
+            (("speech", {}), r"unknown task 'speech': use one of gpt, gpt-32k, image"),
+            (("gpt", {"depth": 3}), r"no option 'depth': use one of .*layers"),
             (("gpt", {"split": "by-class"}), "the data of task 'gpt' have no classes"),
             (("image", {"split": "by-name"}), "split=by-name: use one of iid, by-class"),
             (("image", {"network": "alexnet"}), "network=alexnet: use one of cnn, vgg, resnet"),

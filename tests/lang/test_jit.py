@@ -197,5 +197,5 @@ def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown form 'encoed': use one of encode, "):
+    with pytest.raises(ConfigError, match="unknown form 'encoed': did you mean 'encode'"):
         kernels(QSGD(), forms=["encode", "encoed"])

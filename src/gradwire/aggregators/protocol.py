@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.collectives import Request
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import rng
 
 KINDS = ("per_rank", "replicated", "sharded")
@@ -50,7 +50,7 @@ class StateSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"a state's kind is {self.kind!r}: use one of {', '.join(KINDS)}")
+            raise ConfigError(f"a state's kind is {self.kind!r}: {use_one_of(self.kind, KINDS)}")
         if self.start not in ("zeros", "normal"):
             raise ConfigError(f"a state's start is {self.start!r}: use 'zeros' or 'normal'")
         if self.kind == "per_rank" and not self.dtype.is_floating_point:

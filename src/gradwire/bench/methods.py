@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from gradwire.bench.torch_hooks import Applied, Options, Traffic, of_handle, rin
 from gradwire.bench.watching_methods import AUTO, FLEXIBLE
 from gradwire.codecs.text import parse as parse_text
 from gradwire.collectives.calling import check_seed
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, nearest, use_one_of
 from gradwire.integrations.choices import family_of, policy_of
 from gradwire.lang import Codec
 from gradwire.planner import make_plan
@@ -156,8 +155,8 @@ class Method:
     def _beside(self) -> str:
         """What else could have been meant by an option that the codec does not have."""
         others = (*_OF_ATTACH, *_OF_OPTIONS, *(_OF_REPLAN if "policy" in self.options else ()))
-        own = [name for name in self.options if name not in others]
-        found = [repr(near) for name in own for near in get_close_matches(name, others, 1, 0.85)]
+        own = [name for name in self.options if name not in {*others, *registry.OPTIONS}]
+        found = [repr(near) for name in own if (near := nearest(name, others))]
         return f" (did you mean {', '.join(found)}?)" if found else ""
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
@@ -216,11 +215,10 @@ def parse(text: str) -> Method:
     if kind in {*codecs.REGISTRY, *registry.REGISTRY, AUTO, FLEXIBLE}:
         kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
-        raise ConfigError(
-            f"unknown method {text!r}; known: {', '.join(NAMED)}, truncate:ratio=R, {AUTO}, "
-            f"{FLEXIBLE}, or CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec "
-            "list`"
-        )
+        several = "CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec list`"
+        known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, several]
+        others = {name: name for name in {**codecs.REGISTRY, **registry.REGISTRY}}
+        raise ConfigError(f"unknown method {text!r}: {use_one_of(kind, known, others)}")
     try:
         codec, options = parse_text(rest)
     except ConfigError as error:

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.aggregators.registry import Method
+from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.controllers import Policy
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, check_keywords, nearest
 from gradwire.groups import communicator
 from gradwire.integrations.alone import attach_alone
 from gradwire.integrations.auto import Auto
@@ -139,6 +139,7 @@ def attach(
             algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
             disagree (the first parameter that differs is named).
     """
+    check_keywords(attach, codec_options, OPTIONS)
     chosen = options_of(options, algorithm)
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
@@ -181,6 +182,10 @@ def attach(
             raise ConfigError(
                 "attach: a plan says how each parameter is sent: leave codec and its options, "
                 "include, exclude, codecs, error_feedback and weights out"
+            )
+        if isinstance(plan, str) and not os.path.exists(plan) and nearest(plan, ["measured"]):
+            raise ConfigError(
+                f"attach: plan={plan!r}: did you mean 'measured'? No file has this name"
             )
         pinned = plan if isinstance(plan, PlanFile) else PlanFile.read(plan)
         codec, codecs, weights = None, pinned.by_name(), pinned.weights_by_name()

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire.aggregators import Observation
-from gradwire.aggregators.registry import Method
+from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, check_keywords
 from gradwire.integrations.adaptation import Adaptation, refuse_update
 from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
 from gradwire.integrations.full_state import StateGather, states_of
@@ -126,6 +126,7 @@ class Handle(Saved):
         given = {name: value for name, value in rules.items() if value is not _SAME}
         for name in _FIXED.intersection(codec_options):
             raise ConfigError(f"update: {name} is as `attach` was told: detach and attach again")
+        check_keywords(Handle.update, codec_options, OPTIONS)
         if codec == "auto":
             raise ConfigError('update: "auto" is for attach: detach and attach again')
         others: dict[str, Any] = {}  # of one kind of module each
@@ -181,8 +182,13 @@ class Handle(Saved):
 
         Returns:
             A function that removes the observer.
+
+        Raises:
+            ConfigError: it cannot be called, or the handle was detached.
         """
         self._check_attached("observe")
+        if not callable(observer):
+            raise ConfigError(f"observe: {observer!r:.60}: give a function of an observation")
         return self._reductions.observe(observer)
 
     def stats(self) -> dict[str, Any]:

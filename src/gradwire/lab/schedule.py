@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lab.network import Network
 
 UNITS = ("step", "second", "share")
@@ -62,7 +62,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise self._bad(f"by is {self.unit!r}: use one of {', '.join(UNITS)}")
+            raise self._bad(f"by is {self.unit!r}: {use_one_of(self.unit, UNITS)}")
         if not self.phases:
             raise self._bad("it has no phases: give one or more")
         if self.phases[0].start != 0:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from gradwire.errors import CodecError, ConfigError
+from gradwire.errors import CodecError, ConfigError, use_one_of
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec, check_codec
@@ -158,7 +158,7 @@ def kernels(
             compiler, or target "triton" without Triton or a GPU.
     """
     if target not in TARGETS:
-        raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+        raise ConfigError(f"unknown target {target!r}: {use_one_of(target, TARGETS)}")
     check_codec(codec)
     for form in forms:
         check_form(form)
@@ -196,7 +196,7 @@ def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | 
 def check_form(form: str) -> None:
     """Raise `ConfigError` for an unknown form."""
     if form not in FORMS:
-        raise ConfigError(f"unknown form {form!r}: use one of {', '.join(FORMS)}")
+        raise ConfigError(f"unknown form {form!r}: {use_one_of(form, FORMS)}")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gradwire import codecs
 from gradwire.codecs.text import parse
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec, layout
 from gradwire.lang.ir import Scope
 from gradwire.planner.rules import matches
@@ -52,7 +52,7 @@ class WeightRules:
     def of(cls, weights: object, keep: str | None) -> WeightRules:
         """From the arguments of `attach`; raises ConfigError for one of a wrong type or value."""
         if keep is not None and keep not in KEEP:
-            raise ConfigError(f"keep={keep!r}: use one of {', '.join(map(repr, KEEP))}")
+            raise ConfigError(f"keep={keep!r}: {use_one_of(keep, KEEP)}")
         if not isinstance(weights, Mapping):
             return cls(weight_codec("weights", weights), (), keep)
         for pattern in weights:
@@ -102,6 +102,8 @@ def weight_codec(argument: str, given: object) -> Codec | None:
     if not isinstance(given, str | Codec):
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
     advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest", "fp8" or "bf16"'
+    if isinstance(given, str) and (name := parse(given)[0]) not in codecs.REGISTRY:
+        raise ConfigError(f"{argument}={given!r:.60}: unknown codec {name!r}: {advice}")
     try:
         codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
         what = layout(codec)

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from gradwire.bench.tasks.image_data import ImageData, load
 from gradwire.bench.tasks.image_models import CLASSES, ImageNetwork, get_network
 from gradwire.bench.tasks.task import Batch, Score, Task
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 SPLITS = ("iid", "by-class")
 _EVALUATION_BATCH = 250
@@ -63,7 +63,7 @@ class Image(Task):
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
-            raise ConfigError(f"split={self.split}: use one of {', '.join(SPLITS)}")
+            raise ConfigError(f"split={self.split}: {use_one_of(self.split, SPLITS)}")
         self._size()
 
     def describe(self) -> str:
