@@ -38,7 +38,7 @@ pytestmark = pytest.mark.multiprocess
 FOUR = {"*": "randomshift:bits=4"}
 GIVEN = (
     ALL,
-    {"*": "qsgd:bits=8:rounding=nearest"},
+    {"*": "qsgd:bits=8"},
     {"*": "randomshift:bits=8:block=256"},
     {"*": "fp8"},
 )
