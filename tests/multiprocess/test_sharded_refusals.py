@@ -127,7 +127,7 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
             ("sends a part of the values", {"weights": "topk:density=0.1"}),
             ("sends a part of the values", {"weights": "randomk:density=0.1"}),
             ("OneBit(block=1024) is for gradients", {"weights": "onebit"}),
-            ("rounding=stochastic", {"weights": "qsgd:bits=8"}),
+            ("rounding=stochastic", {"weights": "qsgd:rounding=dithered"}),
             ("weights='powersgd'", {"weights": "powersgd"}),
             ("matches no parameter", {"weights": {"nothing.*": "bf16"}}),
             (

@@ -105,7 +105,9 @@ def attach(
         weights: of an FSDP2 module: the codec in which its weights are gathered ("randomshift",
             8 bits in blocks of 1024; see docs/how-to/fsdp2.md); None leaves that to FSDP2. Vectors
             and parameters of fewer than 4096 values are gathered uncompressed. Or name pattern ->
-            codec, of which the first match counts; what matches none is gathered uncompressed.
+            codec, of which the first match counts; what matches none is gathered uncompressed, and
+            so is what holds values that are not finite. Forward, backward and the module's
+            `unshard()` give decoded weights; the optimizer's shards are exact.
         keep: what a rank keeps of weights that it gathered for forward. "payload", the default: the
             payloads of all ranks, so that backward gathers nothing, in the memory of the compressed
             model; payloads of groups that are not trained are kept on, until somebody changes them.

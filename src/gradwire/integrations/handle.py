@@ -330,9 +330,10 @@ class Handle(Saved):
         on = self._reductions
         comms, what = [owner.comm for owner in on.owners], on.what
         of = self._plan_now(), self.rank, comms, on.expected(), self.stats(), self.world_size
+        remarks = [f"  {line}" for line in on.remarks()]
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
         found = summary(what if on.installed else f"{what} (detached)", *of)
-        return "\n".join([found, *decided[-_TOLD:]])
+        return "\n".join([found, *remarks, *decided[-_TOLD:]])
 
     summary.__doc__ = Saved.summary.__doc__
 

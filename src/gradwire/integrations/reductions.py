@@ -231,6 +231,10 @@ class Reductions:
         """Further statistics."""
         return {}
 
+    def remarks(self) -> list[str]:
+        """What a summary says besides the plan."""
+        return []
+
     def expected(self) -> Expected:
         """Bytes of a step."""
         raise NotImplementedError

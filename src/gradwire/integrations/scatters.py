@@ -333,6 +333,9 @@ class Scatters(Reductions):
     def facts(self) -> dict[str, Any]:
         return NO_STATS if self.weights is None else self.weights.stats()
 
+    def remarks(self) -> list[str]:
+        return [] if self.weights is None else self.weights.remarks()
+
     def expected(self) -> Expected:
         plan, found = self.switch.plan, Expected(0, 0)
         planned = {p.name: p for p in plan.parameters}

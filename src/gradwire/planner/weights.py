@@ -23,6 +23,7 @@ from gradwire.planner.rules import matches
 SMALL = 4096
 BLOCK = 1024  # of sharded modules' codecs: blocks of some 16,000 lose accuracy (THESIS 5.6.1)
 _OF_GRADIENTS = codecs.OneBit, codecs.TBQ, codecs.Saturating  # signs, and what is not scaled
+_QSGD = {"metadata": "fp32", "rounding": "stochastic"}  # of weights, unless given
 KEEP = ("none", "payload", "redraw", "reference")
 
 M = TypeVar("M")
@@ -90,8 +91,9 @@ class WeightRules:
 
 
 def weight_codec(argument: str, given: object) -> Codec | None:
-    """The codec that a user names for weights; None: uncompressed. A block of weights may lie far
-    from zero, so "qsgd" has fp32 metadata by default.
+    """The codec that a user names for weights; None: uncompressed. By default "qsgd" has fp32
+    metadata, since a block of weights may lie far from zero, and stochastic rounding, since ranks
+    do not have the random numbers with which "dithered" decodes.
 
     Raises:
         ConfigError: it is no codec, or none for weights: those must all arrive, with their size,
@@ -101,11 +103,11 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         return None
     if not isinstance(given, str | Codec):
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
-    advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest", "fp8" or "bf16"'
+    advice = 'use "randomshift:bits=8", "qsgd:bits=8", "fp8" or "bf16"'
     if isinstance(given, str) and (name := parse(given)[0]) not in codecs.REGISTRY:
         raise ConfigError(f"{argument}={given!r:.60}: unknown codec {name!r}: {advice}")
     try:
-        codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
+        codec = codecs.get(_with_defaults(in_blocks(given), _QSGD))
         what = layout(codec)
     except ConfigError as error:
         raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
@@ -121,7 +123,7 @@ def weight_codec(argument: str, given: object) -> Codec | None:
     if what.redraws:
         raise ConfigError(
             f"{argument}: {codec} decodes with the encoder's random numbers, which ranks do not "
-            f"have of weights; {advice}, or rounding=stochastic"
+            f"have of weights; {advice}, or rounding=stochastic or nearest"
         )
     return codec
 
