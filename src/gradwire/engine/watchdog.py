@@ -253,7 +253,8 @@ class Watchdog:
             mine, theirs = found
             self._end_all(
                 f"rank {self._comm.rank} waits in {mine.name} where rank {sender} waits in "
-                f"{theirs.name}: run their backwards in the same order on all ranks"
+                f"{theirs.name}: make the same calls (forwards, backwards, collectives), in the "
+                "same order, on all ranks"
             )
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:

@@ -287,7 +287,7 @@ class Decoding(dist.Work):
             self._decoded.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._of.exposed():
+        with self._of.exposed(), self._of.owner.awaited():
             error = self._decoded.exception()
         if error is not None and not self._of.abandoned:
             raise error
@@ -318,7 +318,7 @@ class InOrder(dist.Work):
         self._of, self._ended, self._decode, self._payloads = of, ended, decode, payloads
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._of.exposed():
+        with self._of.exposed(), self._of.owner.awaited():
             error = self._ended.exception()
         if error is not None and self._of.abandoned:
             return False
