@@ -254,3 +254,27 @@ def test_random_delays_before_every_operation(seed: int) -> None:
         for sender in {0, 1, 2} - {rank}:
             told = [notice["step"] for s, notice in ear.heard_from if s == sender]
             assert told == [0, 1, 2]
+
+
+def test_what_all_have_reached_ends_though_the_last_dies_before_it_says_so() -> None:
+    with group(2) as members:
+        ready = [member.exchange("ready", b"") for member in members]
+        assert [future.result(60) for future in ready] == [[b"", b""]] * 2
+        first, last = (member._part for member in members)
+        assert first._settled is not None
+        assert last._settled is not None
+        assert first.processes is not None
+        exchanged, agreed = members[0].exchange("e", b"a"), members[0].agree("p", "the plan", LINES)
+        until(lambda: bool(first._settled and first._settled.agreements.pending))
+        last._settled.exchanges._incarnation.publish = lambda kind, key: None
+        members[1].exchange("e", b"b").result(60)
+        members[1].agree("p", "the plan", LINES).result(60)
+        first.processes.ended = lambda: [1]  # type: ignore[method-assign]
+        assert members[0].ended() == {1: []}
+        assert exchanged.result(60) == [b"a", b"b"]
+        assert agreed.result(60)
+        late = members[0].exchange("late", b"")
+        until(lambda: members[0].ended() == {1: ["late"]})
+        members[0].end(TransportError("rank 1 has died"))
+        for future in (late, members[0].exchange("later", b"")):
+            assert str(future.exception(60)) == "rank 1 has died"

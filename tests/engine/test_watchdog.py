@@ -21,12 +21,9 @@ class Comm:
 
     rank, world_size, ranks, error, opened = 0, 4, range(4), None, None
 
-    def dead_peer(self) -> None:
-        """All peers are alive."""
-
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.member = SimpleNamespace(tell=self.told.append)
+        self.member = SimpleNamespace(tell=self.told.append, ended=dict)
 
     def all_owners(self) -> list[Any]:
         return []
@@ -124,6 +121,9 @@ def test_a_round_that_begins_while_it_is_looked_at_is_not_taken_for_the_last() -
 
         def tell(self, notice: object) -> None:
             pass
+
+        def ended(self) -> dict[int, list[str]]:
+            return {}
 
     comm.member = cast("Any", Member())
     owner = comm.owner("a test")

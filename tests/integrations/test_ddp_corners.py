@@ -9,11 +9,13 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -347,22 +349,34 @@ def a_sparse_gradient_of_a_function_is_named(rank: int) -> None:
         assert "rank 0: parameter words.weight has sparse gradients" in str(error)
 
 
-def crossed(rank: int) -> str:
-    models = [DDP(net()) for _ in range(2)]
-    for model in models:
-        gw.attach(model)
-        step(model)
-    losses = [model(torch.ones(4, 8)).sum() for model in models]
-    try:
-        for loss in losses if rank == 0 else reversed(losses):
-            loss.backward()
-    except gw.ConfigError as error:
-        return str(error)
-    return "no error"
+def crossed(rank: int) -> list[str]:
+    """Of two modules, and of a module and a single collective, each over a group of its own."""
+    found = []
+    for modules in (2, 1):
+        group = dist.new_group(timeout=timedelta(seconds=600))
+        models = [DDP(net(), process_group=group) for _ in range(modules)]
+        for model in models:
+            gw.attach(model)
+            step(model)
+        calls = [model(torch.ones(4, 8)).sum().backward for model in models]
+        if modules == 1:
+            gw.all_reduce(torch.ones(8), group=group)
+            calls.append(partial(gw.all_reduce, torch.ones(8), group=group))
+
+        def run(calls: Any = calls) -> None:
+            for call in calls if rank == 0 else reversed(calls):
+                call()
+
+        error = caught(run)
+        assert isinstance(error, gw.ConfigError), error
+        found.append(str(error))
+    return found
 
 
 def test_backwards_in_another_order_are_named() -> None:
-    for end in ends(2, crossed, timeout=60.0):
-        assert "run their backwards in the same order" in end.value, end
-        for handle in (1, 2):
-            assert f"the module of 0.weight (Sequential, handle {handle})" in end.value
+    for end in ends(2, crossed, timeout=600.0):
+        assert end.error is None, end
+        handles = [f"the module of 0.weight (Sequential, handle {n})" for n in (1, 2)]
+        for said, names in zip(end.value, (handles, ["single collectives"]), strict=True):
+            assert "make the same calls (forwards, backwards, collectives)" in said, said
+            assert all(name in said for name in names), said

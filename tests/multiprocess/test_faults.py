@@ -6,14 +6,21 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from ends import ends
+from gradwire.integrations import full_state
 from products import one_in
 from ranks import as_processes, caught
 
@@ -71,6 +78,77 @@ def attach_without_a_peer(rank: int) -> Report:
     while rank == 1:
         time.sleep(60)  # never attaches; killed when the other has reported
     return reported(lambda: gw.attach(model))
+
+
+# What a rank that lives does with one that has died, over a group of the two.
+Alone = Callable[[], Any]
+
+
+def saves_a_full_state(mesh: DeviceMesh) -> Alone:
+    return gw.attach(ddp_over(mesh)).full_state_dict
+
+
+def gathers_states(mesh: DeviceMesh) -> Alone:
+    """It dies once ranks have agreed to."""
+    handle = gw.attach(ddp_over(mesh))
+    if dist.get_rank() != 0:
+        full_state._exchange = lambda *_: os._exit(1)
+        handle.full_state_dict()
+    return handle.full_state_dict
+
+
+def attaches_shards(mesh: DeviceMesh) -> Alone:
+    """It asks first whether payloads of weights fit into memory."""
+    module = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    gw.all_reduce(torch.ones(8), group=mesh.get_group())
+    return partial(gw.attach, module, weights="randomshift:bits=8")
+
+
+def updates(mesh: DeviceMesh) -> Alone:
+    module = ddp_over(mesh)
+    handle = gw.attach(module)
+    return lambda kept=module: handle.update(codec="qsgd", bits=8).wait()
+
+
+def learns(mesh: DeviceMesh) -> Alone:
+    """It does not wait for the other, which has nothing to do until it has learned."""
+    module = fully_shard(nn.Linear(400, 400, bias=False), mesh=mesh)
+    handle = gw.attach(module, weights="learnedlevels")
+    module(torch.ones(4, 400)).sum().backward()
+    return lambda: handle.learn_levels(steps=1 << 40)
+
+
+DEATHS: list[Callable[[DeviceMesh], Alone]] = [
+    saves_a_full_state, gathers_states, attaches_shards, updates, learns,
+]  # fmt: skip
+
+
+def ddp_over(mesh: DeviceMesh) -> DDP:
+    return DDP(nn.Linear(100, 50), process_group=mesh.get_group())
+
+
+def waits_for_the_dead(rank: int) -> list[Report]:
+    """Rank 0 has a group with each other rank, which dies before it does what rank 0 does."""
+    groups = [dist.new_group([0, peer]) for peer in range(1, dist.get_world_size())]
+    found = []
+    for peer, (group, prepare) in enumerate(zip(groups, DEATHS, strict=True), 1):
+        if rank in (0, peer):
+            act = prepare(DeviceMesh.from_group(group, "cpu"))
+            if rank == peer:
+                os._exit(1)
+            found.append(reported(act))
+    return found
+
+
+def test_a_death_is_named_by_whoever_waits_for_an_agreement() -> None:
+    """Not by the timeout, of half an hour."""
+    others = range(1, len(DEATHS) + 1)
+    found = ends(len(DEATHS) + 1, waits_for_the_dead, timeout=1800, unawaited=others)[0]
+    assert found.error is None, found
+    for death, report, rank in zip(DEATHS, found.value, others, strict=True):
+        kind, peer, text = report
+        assert (kind, peer) == ("TransportError", 1), (death.__name__, report)
+        assert f"rank {rank} has died" in text or f"rank {rank} failed" in text, report
 
 
 def states_of_two_steps(rank: int) -> Report:

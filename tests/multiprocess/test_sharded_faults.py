@@ -108,3 +108,22 @@ def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
         model.reset_iter_state()
         handle.recover()
     model(x).square().mean().backward()
+
+
+def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
+    """It waits for weights, where the others wait for gradients, or gather in backward."""
+    model = three_layers()
+    gw.attach(model, weights="randomshift:bits=8", keep=keep)
+    x = torch.randn(4, 64)
+
+    def run() -> None:
+        if rank == DYING:
+            with torch.no_grad():
+                model(x)
+        for _ in range(2):
+            model(x).square().mean().backward()
+
+    error = caught(run)
+    assert isinstance(error, gw.ConfigError), error
+    assert ", weights" in str(error)
+    assert "make the same calls" in str(error)

@@ -24,6 +24,7 @@ CHECKS: dict[int, list[Check]] = {
         weights.bytes_are_those_of_the_formula,
         partial(differences.nothing_drifts, weights=differences.FOUR, dtype=torch.bfloat16),
         *(partial(faults.an_exception_in_forward_is_told, records=r) for r in (True, False)),
+        *(partial(faults.one_evaluates_a_batch_more, keep=k) for k in ("payload", "none")),
         faults.an_exception_where_others_gather_is_told,
     ],
     4: [

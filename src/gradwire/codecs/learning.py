@@ -8,6 +8,8 @@ Vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 RATE = 0.01
@@ -24,6 +26,7 @@ def learn(
     stochastic: bool,
     steps: int,
     seed: int,
+    check: Callable[[], object] = lambda: None,
 ) -> tuple[float, ...]:
     """The levels after `steps` of gradient descent, or the given ones if those are no worse.
 
@@ -31,7 +34,8 @@ def learn(
     gradient. The gradient is averaged over the units of the level's cells; otherwise rarely used
     levels would hardly move. Blocks with non-finite values are ignored. The error is the squared
     error of rounding to nearest, or the variance of stochastic rounding, whose outer levels are
-    fixed.
+    fixed. `check` is called every few milliseconds, but not while all units are looked at, as they
+    are at the begin and at the end; what it raises ends the descent.
     """
     units = _Units(tensor, block)
     if units.empty:
@@ -41,6 +45,7 @@ def learn(
     generator = torch.Generator().manual_seed(seed)
     gradient = _stochastic_gradient if stochastic else _nearest_gradient
     for first in range(0, steps, BATCHES_PER_DRAW):
+        check()
         # a sorted batch is divided into cells by one binary search per bound
         drawn = units.draw(generator, min(BATCHES_PER_DRAW, steps - first)).sort(1).values
         sums = torch.nn.functional.pad(drawn.cumsum(1), (1, 0))

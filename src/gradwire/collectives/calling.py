@@ -154,6 +154,7 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
 
 
 def deliver(
+    comm: Communicator,
     running: Future[Outcome],
     finish: Callable[[], torch.Tensor],
     async_op: bool,
@@ -161,7 +162,8 @@ def deliver(
 ) -> Async | None:
     """Wait for `running` and finish; or, if `async_op`, return a future of `finish`'s result."""
     if not async_op:
-        running.result()
+        with comm.calls.awaited():
+            running.result()
         finish()
         return None
     result: Async = future_on(device)

@@ -136,4 +136,4 @@ def _in_place(
             tensor.detach().copy_(values.view(tensor.shape))
         return tensor
 
-    return deliver(running, finish, async_op, tensor.device)
+    return deliver(comm, running, finish, async_op, tensor.device)

@@ -90,7 +90,7 @@ def reduce_scatter(
             output.detach().copy_(home.view(output.shape))
         return output
 
-    return deliver(running, finish, async_op, output.device)
+    return deliver(comm, running, finish, async_op, output.device)
 
 
 def all_gather(
@@ -140,7 +140,7 @@ def all_gather(
             output.detach().copy_(values.view(output.shape))
         return output
 
-    return deliver(running, finish, async_op, output.device)
+    return deliver(comm, running, finish, async_op, output.device)
 
 
 def _flat_home(tensor: torch.Tensor) -> torch.Tensor:

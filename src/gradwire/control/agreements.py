@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,18 @@ class Exchanges:
         for key in [key for key, held in self._open.items() if held is pending]:
             del self._open[key]
             self._incarnation.fail_late(pending, self._space(key))
+
+    def lacking(self, dead: int) -> list[str]:
+        """What is open, and was not reached by a rank that has died. What all have reached ends:
+        the last may have died before it could publish so."""
+        found = []
+        for key, pending in list(self._open.items()):
+            if self._space(key).read(str(dead)) is None:
+                found.append(pending.what)
+            else:
+                with suppress(ValueError):  # others are late
+                    self.complete(key)
+        return found
 
     @property
     def pending(self) -> list[PendingResult[Any]]:
@@ -184,6 +197,19 @@ class Agreements:
             else:
                 reason = f"rank {other} has a different {pending.what}, and has not described it"
                 pending.fail(self._incarnation.error(reason, other))
+
+    def lacking(self, dead: int) -> list[str]:
+        """As `Exchanges.lacking`."""
+        found = []
+        for key, agreement in list(self._open.items()):
+            came = self._space(key).below("came")
+            every = came.read_all(self._incarnation.ranks)
+            mine = agreement.mine.digest.hex().encode()
+            if came.read(str(dead)) is None:
+                found.append(agreement.pending.what)
+            elif every is not None and all(held.split(b" ")[0] == mine for held in every):
+                self.complete(key)
+        return found
 
     @property
     def pending(self) -> list[PendingResult[Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from gradwire.control.channel import Channel
 
 log = logging.getLogger("gradwire")
+
+E = TypeVar("E", bound=BaseException)
 
 _MOST_BYTES = 4 << 20  # a TCPStore closes a connection that writes 8 MiB
 _MOST_NOTICE = 1 << 16
@@ -68,6 +71,8 @@ class Member:
         self._listener = listener
         self._left = False
         self._tick_failed = False
+        self._open: list[PendingResult[Any]] = []  # on the control thread, as the next one
+        self._broken: BaseException | None = None
         self._leaving = threading.Lock()
         self._part = Participant(connection, store, rank, world_size, timeout, attempts, self._hear)
         connection.submit(self._part.begin)
@@ -154,6 +159,31 @@ class Member:
         except TransportError as error:
             raise self._shown(error) from None
 
+    def ended(self) -> dict[int, list[str]]:
+        """The peers of this machine whose processes are known to have ended, each with the
+        exchanges and agreements of this rank that it has not reached.
+
+        A few small store operations; if the store does not answer, the latter are not told.
+        """
+        reply: Future[dict[int, list[str]]] = Future()
+        if self._part.processes is None:
+            return {}
+        self._submit(lambda: self._part.ended(reply), reply.set_exception)
+        try:
+            return reply.result(_ANSWER_S)
+        except (FutureTimeout, TransportError):
+            return {rank: [] for rank in self._part.processes.ended()}
+
+    def end(self, error: BaseException) -> None:
+        """End all futures, present and later ones, with `error`: the group is broken."""
+
+        def end() -> None:
+            self._broken = error
+            for pending in self._open:
+                pending.fail_here(error)
+
+        self._channel.post(end)
+
     def leave(self, notice: Mapping[str, Any]) -> None:
         """Leave the group; `notice` is the last that peers receive from this rank.
 
@@ -181,9 +211,14 @@ class Member:
 
     # ---- called on the control thread
 
+    def waits(self, seconds: float) -> bool:
+        """Whether an exchange or agreement has been open for so long."""
+        return any(time.monotonic() - pending.since > seconds for pending in self._open)
+
     def tick(self) -> None:
         if self._left:
             return
+        self._open = [pending for pending in self._open if not pending.over]
         try:
             self._listener.tick()
             self._tick_failed = False
@@ -214,10 +249,17 @@ class Member:
         pending: PendingResult[Any] = PendingResult(
             self._channel.post, self.timeout, self.rank, what, late, _NAMING_S, self._shown
         )
+
+        def opened() -> None:
+            self._open.append(pending)
+            if self._broken is not None:
+                pending.fail_here(self._broken)
+
         self._channel.watch(pending)
+        self._channel.post(opened)
         return pending
 
-    def _shown(self, error: Exception) -> Exception:
+    def _shown(self, error: E) -> E:
         return in_global_ranks(error, self.ranks)
 
     def _submit(self, command: Callable[[], None], fail: Fail | None) -> None:

@@ -13,6 +13,7 @@ from gradwire.control.agreements import Agreements, Exchanges, Incarnation
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
 from gradwire.control.journal import Journal
+from gradwire.control.liveness import Processes
 from gradwire.control.pending_result import PendingResult
 from gradwire.control.rendezvous import Rendezvous
 from gradwire.errors import TransportError
@@ -42,6 +43,9 @@ class Participant:
         timeout: seconds that peers have.
         attempts: see `Rendezvous`.
         hear: called with (sender, notice).
+
+    Attributes:
+        processes: of ranks on this machine; None: this rank has had no place yet.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Participant:
         self._timeout = timeout
         self._attempts = attempts
         self._hear = hear
+        self.processes: Processes | None = None
         self._rendezvous: Rendezvous | None = None
         self._settled: _Settled | None = None
         self._queued: deque[tuple[Callable[[], None], Fail | None]] = deque()
@@ -143,6 +148,20 @@ class Participant:
             reply.set_exception(self._error(str(error)))
             raise
 
+    def ended(self, reply: Future[dict[int, list[str]]]) -> None:
+        """The peers of this machine whose processes have ended, each with the exchanges and
+        agreements of this rank that it has not reached."""
+        settled, processes = self._settled, self.processes
+        assert settled is not None
+        assert processes is not None
+        processes.read()
+        reply.set_result(
+            {
+                rank: settled.exchanges.lacking(rank) + settled.agreements.lacking(rank)
+                for rank in processes.ended()
+            }
+        )
+
     # ---- for the connection
 
     @property
@@ -201,6 +220,8 @@ class Participant:
             self._connection.ring()
 
         incarnation = Incarnation(self.rank, self.world_size, space, publish, self._garbled)
+        of = self.rank, self._timeout, self._garbled
+        self.processes = Processes(space.below("processes"), *of)
         self._settled = _Settled(incarnation, news)
         while self._queued:
             command, _ = self._queued.popleft()
@@ -247,6 +268,8 @@ class Participant:
             fails += [pending.fail for pending in settled.exchanges.pending]
             fails += [pending.fail for pending in settled.agreements.pending]
         self._settled = self._rendezvous = None
+        if self.processes is not None:
+            self.processes.drop()
         for fail in fails:
             fail(self._error(reason))
         return bool(fails)

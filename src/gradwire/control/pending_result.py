@@ -33,14 +33,15 @@ class PendingResult(Generic[T]):
         what: str,
         late: Callable[[PendingResult[T]], None],
         grace: float,
-        shown: Callable[[Exception], Exception] = lambda error: error,
+        shown: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # it cannot be cancelled
         self.timeout = timeout
         self.rank = rank
         self.what = what
-        self.deadline = time.monotonic() + timeout
+        self.since = time.monotonic()
+        self.deadline = self.since + timeout
         self._post = post
         self._late: Callable[[PendingResult[T]], None] | None = late
         self._grace = grace
@@ -60,7 +61,7 @@ class PendingResult(Generic[T]):
     def fail(self, error: Exception) -> None:
         self._post(lambda: self.fail_here(error))
 
-    def fail_here(self, error: Exception) -> None:
+    def fail_here(self, error: BaseException) -> None:
         """Fail at once; on the control thread."""
         if not self.future.done():
             self.future.set_exception(self._shown(error))

@@ -10,9 +10,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -171,6 +171,8 @@ class Communicator:
             if self._topology is None:
                 mine = RankInfo.here(self.transport.in_memory)
                 self._topology = Topology.of(self.rank, self.exchange("topology", mine))
+                if self.member is not None:
+                    self.member.ended()  # reads of all processes, while the store answers
             return self._topology
 
     @property
@@ -182,10 +184,6 @@ class Communicator:
     def keeps_order(self) -> bool:
         """Whether rounds of some device already run in stream order."""
         return any(stream is not None for stream in list(self._streams.values()))
-
-    def dead_peer(self) -> int | None:
-        """A peer on this machine whose process is known to have ended, or None."""
-        return None if self._topology is None else self._topology.ended_peer()
 
     def exchange(self, key: str, info: RankInfo) -> list[RankInfo]:
         """Every rank's info, in rank order; `key` is used once."""
@@ -218,6 +216,19 @@ class Communicator:
         if self.member is None:
             return [mine]
         return self.member.exchange(f"{what} ({next(self._agreements)})", mine).result()
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Within it this rank works for all, and waits for none: a death is told meanwhile, too.
+
+        Args:
+            doing: for errors, such as "learns levels".
+        """
+        self.watchdog.doing.append(doing)
+        try:
+            yield
+        finally:
+            self.watchdog.doing.remove(doing)
 
     def agreement(self, key: str, what: str, description: list[str]) -> Future[int]:
         """As `agree`, asynchronous; `key` names it on all ranks and is used once."""
@@ -332,8 +343,11 @@ class Communicator:
 
     def end(self, error: BaseException) -> bool:
         """End all present and future rounds with `error`; False if an earlier error did."""
-        if not self.in_flight.end_all(in_global_ranks(error, self.ranks)):
+        error = in_global_ranks(error, self.ranks)
+        if not self.in_flight.end_all(error):
             return False
+        if self.member is not None:
+            self.member.end(error)
         for stream in list(self._streams.values()):
             if stream is not None:
                 stream.link.interrupt()

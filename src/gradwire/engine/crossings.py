@@ -1,5 +1,5 @@
-"""Two ranks that wait for each other in two owners, such as two modules whose backwards come in
-another order.
+"""Two ranks that wait for each other in two owners: two modules whose backwards come in another
+order, or the gathers and scatters of one sharded module that a rank evaluates once more.
 
 Places are compared within an owner, so neither rank has issued anything wrong: each waits for a
 round that the other will issue only after its own. A rank that hears of a round that it has not
@@ -40,14 +40,15 @@ class Crossings:
             if owner is None:
                 continue
             for other in self._owners():
-                blocks = other is not owner and other.awaited_by == owner.issued_by
+                waits_for = other.awaited_by
+                blocks = other is not owner and waits_for and waits_for == owner.issued_by
                 ticket = other.oldest() if blocks else None
                 if ticket is None:
                     continue
-                waits = (other.key, *ticket.under_way()[0])
-                if (place, waits) not in self._told:
-                    self._told.add((place, waits))
-                    self._tell({"kind": "crossed", "place": place, "waits": waits})
+                at = (other.key, *ticket.under_way()[0])
+                if (place, at) not in self._told:
+                    self._told.add((place, at))
+                    self._tell({"kind": "crossed", "place": place, "waits": at})
 
     def found(self, notice: Mapping[str, Any]) -> tuple[Owner, Owner] | None:
         """(the owner for which this rank waits, that for which the sender does), if neither wait

@@ -73,7 +73,8 @@ class Owner:
         made: how many agreements were begun.
         preparing: lock of `kept`, `agreed` and `made`.
         lanes: lanes of returned tickets, for reuse.
-        issued_by: the thread that issued the latest ticket, or opened it.
+        issued_by: the thread that issued the latest ticket, or opened it; None: several threads
+            issue single collectives, and none of them is known to issue the next.
         awaited_by: the thread that waits for its tickets, and issues nothing meanwhile; or None.
     """
 
@@ -105,7 +106,7 @@ class Owner:
         # still awaited would keep gloo's work alive, and with it connections and the store.
         self.core = Core(window, until_sent=single)
         self.lanes: list[TicketLanes] = []
-        self.issued_by = threading.get_ident()
+        self.issued_by: int | None = threading.get_ident()
         self.awaited_by: int | None = None
         self._tickets: dict[Place, Ticket] = {}
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
@@ -127,8 +128,10 @@ class Owner:
                 "'spawn', or make the process group in the child"
             )
         self.check()
-        self.issued_by = threading.get_ident()
+        caller = threading.get_ident()
         with self.lock:
+            several = self.single and self.core.issued and self.issued_by != caller
+            self.issued_by = None if several else caller
             place = self.core.issue()
             ticket = self._tickets[place] = Ticket(self, place, version)
         return ticket
@@ -136,7 +139,8 @@ class Owner:
     @contextmanager
     def awaited(self) -> Iterator[None]:
         """Within it the calling thread waits for tickets of this owner alone."""
-        self.awaited_by = threading.get_ident()
+        caller = threading.get_ident()
+        self.awaited_by = None if self.single and self.issued_by != caller else caller
         try:
             yield
         finally:

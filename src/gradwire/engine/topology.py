@@ -9,9 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.engine.liveness import Process
-
-_FACTS = struct.Struct("<32sI?32sQQ")
+_FACTS = struct.Struct("<32sI?")
 
 
 @dataclass(frozen=True)
@@ -22,29 +20,25 @@ class RankInfo:
         host: digest of its host name.
         local: how many ranks its machine has; 0: unknown.
         in_memory: whether all its messages stay in its machine's memory.
-        process: the rank's process.
     """
 
     host: bytes
     local: int
     in_memory: bool
-    process: Process
 
     @classmethod
     def here(cls, in_memory: bool) -> RankInfo:
         """This rank's info."""
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         host = hashlib.blake2b(socket.gethostname().encode(), digest_size=32).digest()
-        return cls(host, int(local) if local.isdecimal() else 0, in_memory, Process.own())
+        return cls(host, int(local) if local.isdecimal() else 0, in_memory)
 
     def pack(self) -> bytes:
-        p = self.process
-        return _FACTS.pack(self.host, self.local, self.in_memory, p.space, p.number, p.started)
+        return _FACTS.pack(self.host, self.local, self.in_memory)
 
     @classmethod
     def unpack(cls, packed: bytes) -> RankInfo:
-        host, local, in_memory, *process = _FACTS.unpack(packed)
-        return cls(host, local, in_memory, Process(*process))
+        return cls(*_FACTS.unpack(packed))
 
 
 @dataclass(frozen=True)
@@ -55,26 +49,18 @@ class Topology:
         rank, world_size: as in torch, within the group.
         machines: the machine of each rank, any numbers; empty where it does not matter.
         in_memory: whether all messages of all ranks stay in one machine's memory.
-        processes: of the ranks; empty where they do not matter.
     """
 
     rank: int
     world_size: int
     machines: tuple[int, ...] = ()
     in_memory: bool = False
-    processes: tuple[Process, ...] = ()
 
     @classmethod
     def of(cls, rank: int, infos: Sequence[RankInfo]) -> Topology:
         """The topology, from every rank's info in rank order."""
         machines = numbered([(f.host, f.local) for f in infos])
-        processes = tuple(f.process for f in infos)
-        return cls(rank, len(infos), machines, all(f.in_memory for f in infos), processes)
-
-    def ended_peer(self) -> int | None:
-        """A rank on this machine whose process is known to have ended, or None."""
-        space = self.processes[self.rank].space if self.processes else b""
-        return next((r for r, p in enumerate(self.processes) if p.has_ended(space)), None)
+        return cls(rank, len(infos), machines, all(f.in_memory for f in infos))
 
 
 def numbered(ranks: Sequence[tuple[bytes, int]]) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ error that names the rank and what it did, where
 - two ranks wait for each other in two owners (engine/crossings.py);
 - a peer has left the group, or detached the owner, before a place where it is needed;
 - a peer reports that it has failed, or that its backward pass ended early;
-- the process of a peer on this machine has ended.
+- the process of a peer on this machine has ended, while this rank waits for a round, an exchange or
+  an agreement.
 
-For a silent peer, the transport's timeout applies.
+For a silent peer, the timeout applies.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Watchdog:
         self._waits: dict[int, int | None] = {}  # peer with a long wait -> the rank it waits for
         self._crossings = Crossings(comm.all_owners, self._tell)
         self._awaited: int | None = None  # the rank for which this rank has waited long
+        self.doing: list[str] = []  # see Communicator.busy
 
     # ---- notices that this rank sends ----------------------------------------------------------
 
@@ -104,7 +106,7 @@ class Watchdog:
             self._comm.member.tell(notice)
 
     def tick(self) -> None:
-        """Look for rounds that wait for long; a worker thread makes the store operations."""
+        """Look for what waits for long; a worker thread makes the store operations."""
         comm = self._comm
         if not comm.alive():
             if not self._busy:
@@ -117,7 +119,7 @@ class Watchdog:
         if self._busy:
             return
         late = [t for owner in comm.all_owners() if (t := self._late(owner)) is not None]
-        if late:
+        if late or self.doing or (comm.member is not None and comm.member.waits(_LONG_S)):
             self._busy = True
             comm.workers.run(partial(self._report, late))
 
@@ -136,6 +138,9 @@ class Watchdog:
 
     def _report(self, late: list[Ticket]) -> None:
         try:
+            doing = [*self.doing, *["waits for a collective"][: len(late)]]
+            if self._broken_by_a_death(doing):
+                return
             for ticket in late:
                 numbers, issue, since = ticket.under_way()
                 place = (ticket.owner.key, *numbers)
@@ -183,14 +188,26 @@ class Watchdog:
         else:
             self._differs(json.loads(first), issue, place)
 
+    def _broken_by_a_death(self, doing: list[str]) -> bool:
+        """Break the group if the process of a peer on this machine has ended, that this rank needs.
+
+        Args:
+            doing: what this rank does that needs all peers, besides exchanges and agreements.
+        """
+        comm = self._comm
+        assert comm.member is not None
+        for died, lacking in comm.member.ended().items():
+            needs = [*doing, *(f"waits for {what}" for what in lacking)]
+            if needs:
+                text = f"rank {comm.rank}: rank {died} has died, while this rank {needs[0]}"
+                text = f"{text}: look at its log, then restart the job"
+                comm.fail(TransportError(text, peer=died))
+                return True
+        return False
+
     def _look_for_the_end(self, place: Place) -> None:
         """Break the group if a peer that this rank waits for will not reach `place`."""
         comm, (key, ticket, _) = self._comm, place
-        died = comm.dead_peer()
-        if died is not None:
-            text = f"rank {comm.rank}: rank {died} has died, while this rank waits for a collective"
-            comm.fail(TransportError(f"{text}: look at its log, then restart the job", peer=died))
-            return
         closed = self._closed.get(key)
         if closed is not None and ticket >= int(closed["at"]):
             comm.end(
@@ -236,7 +253,8 @@ class Watchdog:
             mine, theirs = found
             self._end_all(
                 f"rank {self._comm.rank} waits in {mine.name} where rank {sender} waits in "
-                f"{theirs.name}: run their backwards in the same order on all ranks"
+                f"{theirs.name}: make the same calls (forwards, backwards, collectives), in the "
+                "same order, on all ranks"
             )
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:

@@ -13,8 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gradwire.engine.trace import Timeline
 
@@ -23,6 +24,7 @@ log = logging.getLogger("gradwire")
 _IDLE_S = 5.0  # after which a thread ends
 
 Step = partial[None]
+T = TypeVar("T")
 
 
 def ending() -> bool:
@@ -49,6 +51,20 @@ class Workers:
                 self._threads.add(thread)
                 thread.start()
         self._tasks.put(task)
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Call `task` on a thread of the pool; what it returns or raises. A signal interrupts who
+        waits for the future, but not who waits for a message in torch's C++."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(task())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self.run(run)
+        return result
 
     def finish(self, seconds: float) -> bool:
         """Wait until no task runs; whether that came within `seconds`."""

@@ -54,7 +54,7 @@ class Decoding(dist.Work):
             self._decoded.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._of.exposed():
+        with self._of.exposed(), self._of.owner.awaited():
             error = self._decoded.exception()
         if self._of.abandoned:
             return error is None
@@ -90,7 +90,7 @@ class InOrder(dist.Work):
         self._payloads = payloads
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._of.exposed():
+        with self._of.exposed(), self._of.owner.awaited():
             error = self._ended.exception()
         if error is not None and self._of.abandoned:
             return False

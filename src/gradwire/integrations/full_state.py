@@ -1,20 +1,31 @@
-"""The state of all ranks in one: gathered over the handle's process groups, and told apart."""
+"""The state of all ranks in one: gathered over the handle's process groups, and told apart.
+
+A group's ranks send each other their states as messages of the group's transport, which names a
+rank that dies or hangs. The watchdog takes this for a call, as any collective.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradwire.control import digest
+from gradwire.engine import Communicator, Issue, Ticket
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.references import weights_on_cpu
+from gradwire.planner.links import awaited, broken
 
 State = Mapping[str, Any]
+
+_ISSUED = digest(0, "full_state_dict", [])
 
 
 class StateGather:
@@ -33,15 +44,15 @@ class StateGather:
 
         Raises:
             ConfigError: a process group was destroyed, or ranks differ in `rank0_only`.
-            TransportError: a rank did not make the call.
+            TransportError: a rank did not make the call, or failed.
         """
-        groups = self._living()
+        self._living()
         self._agree(bool(rank0_only))
         states = [on_cpu(state)]
-        for group in groups:
+        for _, comm in self._groups:
             # Where rank 0 alone gets them, all ranks of a later group have some, or all have none.
-            if states and group.size() > 1:
-                states = _gathered(states, group, rank0_only)
+            if states and comm.world_size > 1:
+                states = _gathered(states, comm, rank0_only)
         return sorted(states, key=lambda one: int(one["rank"]))
 
     def part(self) -> int | None:
@@ -78,14 +89,47 @@ class StateGather:
             raise error
 
 
-def _gathered(states: list[State], group: dist.ProcessGroup, rank0_only: bool) -> list[State]:
-    first = group.rank() == 0
-    parts: list[Any] = [None] * group.size()
-    if rank0_only:
-        dist.gather_object(states, parts if first else None, group=group, group_dst=0)
-    else:
-        dist.all_gather_object(parts, states, group=group)
-    return [state for part in parts if part is not None for state in part]
+def _gathered(states: list[State], comm: Communicator, rank0_only: bool) -> list[State]:
+    """What all ranks of a group hold; with `rank0_only` nothing on the others."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    try:
+        told = comm.tell_all("the sizes of states", b"%d" % mine.numel())
+        ticket = comm.calls.ticket()
+        try:
+            ticket.next_round(Issue(_ISSUED, "full_state_dict"))
+            ticket.is_prepared = True
+            receivers = range(1 if rank0_only else comm.world_size)
+            exchange = partial(_exchange, comm, ticket, mine, list(map(int, told)), receivers)
+            with comm.calls.awaited():
+                parts = awaited(comm, comm.workers.submit(exchange))
+        finally:
+            ticket.close()
+    except Exception as error:
+        raise broken(comm, error) from error
+    files = (io.BytesIO(part.numpy().data) for part in parts)
+    return [state for file in files for state in torch.load(file, weights_only=True)]
+
+
+def _exchange(
+    comm: Communicator,
+    ticket: Ticket,
+    mine: torch.Tensor,
+    sizes: Sequence[int],
+    receivers: Sequence[int],
+) -> list[torch.Tensor]:
+    """Send this rank's bytes to the receivers; those of all ranks, if this is one of them."""
+    transport, tag = comm.transport, ticket.tag(_ISSUED, 0)
+    parts, pending = [], []
+    for peer, size in enumerate(sizes if comm.rank in receivers else ()):
+        parts.append(mine if peer == comm.rank else torch.empty(size, dtype=torch.uint8))
+        if peer != comm.rank:
+            pending.append(transport.irecv(parts[peer], peer, tag))
+    pending += [transport.isend(mine, peer, tag) for peer in receivers if peer != comm.rank]
+    for message in pending:
+        message.wait()
+    return parts
 
 
 def on_cpu(state: State) -> State:

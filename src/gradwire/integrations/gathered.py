@@ -228,7 +228,9 @@ class GatheredWeights:
         most = Operation("all_reduce", "max")
         values = torch.tensor([told], dtype=torch.int32, device=device)
         spec = Spec("changes of weights", 1, torch.int32, uncompressed(most, torch.int32))
-        self.start(spec, Item(values, rng.Keys(0, 0), 0), most, 0).result()
+        ended = self.start(spec, Item(values, rng.Keys(0, 0), 0), most, 0)
+        with self.owner.awaited():
+            ended.result()
         return int(values.item())
 
     def _forget_references(self) -> None:

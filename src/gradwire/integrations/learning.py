@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gradwire.codecs import LearnedLevels
+from gradwire.codecs import LearnedLevels, learning
 from gradwire.errors import ConfigError
 from gradwire.integrations.fsdp import Groups, shard_lengths
 from gradwire.planner.levels import KINDS, Levels, learns
@@ -70,12 +70,14 @@ def learned(
     groups: Groups,
     summed: Callable[[torch.Tensor], None],
     steps: int,
+    check: Callable[[], object],
 ) -> Levels:
     """The levels; collective.
 
     Args:
         summed: replaces a tensor, fp32[any] on the CPU, by its sum over all ranks.
         steps: of gradient descent for each.
+        check: called while this rank learns; what it raises ends that.
 
     Raises:
         ConfigError: on all ranks: no parameter of those whose gradients are sent so has one.
@@ -83,7 +85,7 @@ def learned(
     table = torch.zeros(len(targets), _MOST, dtype=torch.float32)
     for row, target in zip(table, targets, strict=True):
         if groups.replica == 0 and target.learner == groups.shard:
-            _fit(row, target, parameters[target.name].sharded_param, steps)
+            _fit(row, target, parameters[target.name].sharded_param, steps, check)
     summed(table.view(-1))
     found: dict[str, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
     for row, target in zip(table.tolist(), targets, strict=True):
@@ -98,7 +100,13 @@ def learned(
     return Levels(**found)
 
 
-def _fit(row: torch.Tensor, target: Wanted, parameter: torch.Tensor, steps: int) -> None:
+def _fit(
+    row: torch.Tensor,
+    target: Wanted,
+    parameter: torch.Tensor,
+    steps: int,
+    check: Callable[[], object],
+) -> None:
     """Write the levels of this rank's shard into a row of the table."""
     values = parameter if target.kind == "weights" else parameter.grad
     if values is None:
@@ -106,5 +114,7 @@ def _fit(row: torch.Tensor, target: Wanted, parameter: torch.Tensor, steps: int)
         return
     codec = target.codec
     local = getattr(values, "_local_tensor", values).detach()
-    fitted = LearnedLevels.learn(local, codec.bits, codec.block, codec.rounding, steps=steps)
-    row[: 2**codec.bits] = torch.tensor(fitted.grid, dtype=row.dtype)
+    even = LearnedLevels(codec.bits, codec.block, codec.rounding).grid
+    stochastic = codec.rounding == "stochastic"
+    levels = learning.learn(local, even, codec.block, stochastic, steps, 0, check)
+    row[: 2**codec.bits] = torch.tensor(levels, dtype=row.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -319,9 +320,17 @@ class Scatters(Reductions):
                 '"learnedlevels": attach with "learnedlevels:rounding=stochastic" for gradients or '
                 'weights="learnedlevels", or give a lower `smallest`'
             )
-        found = learned(targets, self._records, self.groups, self.summed, steps)
+        with ExitStack() as told:
+            for comm in self.comms():
+                told.enter_context(comm.busy("learns levels"))
+            of = self._records, self.groups, self.summed, steps
+            found = learned(targets, *of, self._check_owners)
         self._use(lambda levels: levels.changed(found))
         return len(found.gradients) + len(found.weights)
+
+    def _check_owners(self) -> None:
+        for owner in self.owners:
+            owner.check()
 
     def _use(self, change: Callable[[Levels], Levels]) -> None:
         """Change the levels in force, between two passes on all ranks."""

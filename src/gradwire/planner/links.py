@@ -172,11 +172,13 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
     try:
         tags = comm.claim(owner, "links")
         rounds = list(tournament(comm.world_size))
-        samples = []
-        for pairs in rounds:
-            mine = next((pair for pair in pairs if comm.rank in pair), None)
-            if mine is not None:
-                samples += measure_pair(comm, mine, tags, seconds / len(rounds))
+        mine = [pair for pairs in rounds for pair in pairs if comm.rank in pair]
+
+        def measure() -> list[Sample]:
+            each = seconds / len(rounds)
+            return [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
+
+        samples = awaited(comm, comm.workers.submit(measure))
         every = exchanged(comm, f"{owner.key}/links", json.dumps(samples))
     except Exception as error:
         raise broken(comm, error) from error
@@ -197,15 +199,19 @@ def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
     found: dict[int, float] = {}
     try:
         tags = comm.claim(owner, "sends")
-        if comm.rank == 0:
-            trips = Trips(comm.transport, 1, tags)
-            back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2
-            for size in sizes:
-                times = trips.drive(size, SMALL, 1 + _SENDS)[1:]
-                found[size] = statistics.median(times) - back
-            trips.end()
-        elif comm.rank == 1:
-            Trips(comm.transport, 0, tags).serve()
+
+        def measure() -> None:
+            if comm.rank == 0:
+                trips = Trips(comm.transport, 1, tags)
+                back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2
+                for size in sizes:
+                    times = trips.drive(size, SMALL, 1 + _SENDS)[1:]
+                    found[size] = statistics.median(times) - back
+                trips.end()
+            elif comm.rank == 1:
+                Trips(comm.transport, 0, tags).serve()
+
+        awaited(comm, comm.workers.submit(measure))
         every = exchanged(comm, f"{owner.key}/sends", json.dumps(list(found.items())))
     except Exception as error:
         raise broken(comm, error) from error
@@ -242,7 +248,7 @@ def exchanged(
 
 
 def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
-    """The result of an exchange.
+    """The result of an exchange, or of other work with peers.
 
     Args:
         check: called while it waits; what it raises ends the wait.

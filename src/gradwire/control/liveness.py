@@ -1,0 +1,108 @@
+"""Whether the processes of other ranks on this machine still run, as far as /proc shows.
+
+A process is identified by its PID namespace and the machine's boot, its PID, and its start time,
+since PIDs are reused. As a rank gets its place in a group it tells its process in a journal of the
+group, one for each machine's boot and PID namespace; peers read it when they wait for long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.control.journal import Journal
+from gradwire.control.namespace import Namespace
+
+_STARTED = 19  # field of /proc/PID/stat, counted after the name, which may contain anything
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process.
+
+    Attributes:
+        number: the PID; 0: unknown.
+        started: start time, in clock ticks since boot.
+    """
+
+    number: int
+    started: int
+
+    @classmethod
+    def own(cls) -> Process:
+        """This rank's process."""
+        try:
+            return cls(os.getpid(), _state(os.getpid())[1])
+        except (OSError, ValueError, IndexError):
+            return cls(0, 0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended."""
+        if not self.number:
+            return False
+        try:
+            state, started = _state(self.number)
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError, IndexError):
+            return False
+        return state in "ZX" or started != self.started
+
+
+class Processes:
+    """The processes of a group's ranks on this machine.
+
+    Args:
+        space: keys in the group's store.
+        rank: this rank, whose process is told.
+        patience: seconds, see `Journal`.
+        garbled: called with an entry that cannot be parsed.
+    """
+
+    def __init__(
+        self, space: Namespace, rank: int, patience: float, garbled: Callable[[bytes], None]
+    ) -> None:
+        self._known: dict[int, Process] = {}
+        self._garbled = garbled
+        self._journal: Journal | None = Journal(space.below(machine()), patience)
+        own = Process.own()
+        self._journal.append(json.dumps([rank, own.number, own.started]).encode())
+
+    def read(self) -> None:
+        """Read what ranks have told since; one small store operation, if there is nothing new."""
+        entry = b""
+        try:
+            for entry in () if self._journal is None else self._journal.new():
+                rank, number, started = map(int, json.loads(entry))
+                self._known[rank] = Process(number, started)
+        except (ValueError, TypeError, RecursionError):
+            self._garbled(entry)
+
+    def drop(self) -> None:
+        """Read no more: the store is lost, or the rank has left."""
+        self._journal = None
+
+    def ended(self) -> list[int]:
+        """The ranks that are known to have ended; thread-safe."""
+        return [rank for rank, process in list(self._known.items()) if process.has_ended]
+
+
+def machine() -> str:
+    """Names the boot and PID namespace in which PIDs are valid."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        names = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"  # no process is known there, either
+    return hashlib.blake2b(f"{boot} {names}".encode(), digest_size=16).hexdigest()
+
+
+def _state(number: int) -> tuple[str, int]:
+    """(state, start time) of a process."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[_STARTED])
