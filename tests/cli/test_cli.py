@@ -40,6 +40,8 @@ def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.Monke
     for part in ("compiler", "target c"):
         assert not parts[part]["available"]
         assert "no-such-compiler" in parts[part]["detail"]
+    said = parts["target c"]["detail"]
+    assert "; attach sends bf16 in place of codecs on the CPU: install a C compiler (apt " in said
 
 
 def test_doctor_tells_the_verdict_of_a_measured_step_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
     module = sys.modules["gradwire.lang.kernels"]  # the package also has a function of this name
-    for name in ("_made", "_missing", "announce"):
+    for name in ("_made", "_missing"):
         monkeypatch.setattr(module, name, lru_cache(getattr(module, name).__wrapped__))
+    monkeypatch.setattr(module, "_announced", set())
     return tmp_path / "cache"
 
 

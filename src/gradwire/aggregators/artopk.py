@@ -51,6 +51,7 @@ from gradwire.aggregators import selection
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec, Steps
 from gradwire.codecs import Cast, checks
 from gradwire.collectives import AllGather, AllReduce, Broadcast, Request
+from gradwire.lang import Codec
 from gradwire.lang.forms import FP16_END
 
 LEADERS = ("round_robin", "variance", "auto")
@@ -95,6 +96,10 @@ class ARTopK(Aggregator):
 
     def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
         return range(world_size if self.leader == "round_robin" else 1)
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return (selection.Positions(self.density),)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         groups = [[c] for c in contexts]

@@ -24,7 +24,7 @@ import torch
 
 from gradwire.collectives import Request
 from gradwire.errors import ConfigError, use_one_of
-from gradwire.lang import rng
+from gradwire.lang import Codec, rng
 
 KINDS = ("per_rank", "replicated", "sharded")
 
@@ -164,6 +164,12 @@ class Aggregator:
     own_feedback: ClassVar[bool] = False
     serves_one_rank: ClassVar[bool] = False
     replaces_momentum: ClassVar[bool] = False
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        """The codecs whose kernels take most of its time: where they would be interpreted, `attach`
+        gives its parameters bf16 instead. None, where torch computes it."""
+        return ()
 
     def at(self, step: int) -> Aggregator:
         """The aggregator as it is in a step, where options depend on the step."""

@@ -41,7 +41,7 @@ from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import Saturating, checks
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
-from gradwire.lang import layout
+from gradwire.lang import Codec, layout
 
 _ROTATIONS = ("partial", "full", "none")
 
@@ -98,6 +98,10 @@ class THC(Aggregator):
         if self.rotation == "none":
             return self.chunk <= 8 * self.most**2
         return math.log(2 * self.chunk) + 1 <= 2 * self.most**2
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return (Rounded(self.chunk, self.most, self.rotation == "partial"), self.wire)
 
     def saturates(self, world_size: int) -> bool:
         """Whether a sum of so many ranks' numbers can saturate."""

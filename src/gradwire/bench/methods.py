@@ -40,6 +40,7 @@ from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError, nearest, use_one_of
 from gradwire.integrations.choices import family_of, policy_of
 from gradwire.lang import Codec
+from gradwire.lang.kernels import MEND
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
 
@@ -259,14 +260,24 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
         ConfigError: gradwire does not know one of them.
     """
     if options["codec"] == AUTO:
-        return gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options))
+        return compiled(gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options)))
     own, given, run = _split(options)
     least = given.pop("least", 0)
     if least:
         named = model.module.named_parameters()
         given["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
     how = gradwire.Options(**run)
-    handle: gradwire.Handle = gradwire.attach(model, options=how, **given, **own)
+    return compiled(gradwire.attach(model, options=how, **given, **own))
+
+
+def compiled(handle: gradwire.Handle) -> gradwire.Handle:
+    """The handle.
+
+    Raises:
+        ConfigError: bf16 is sent in place of its codec, so rows of that name would be false.
+    """
+    if handle.plan.rules.uncompiled:
+        raise ConfigError(f"no compiled kernels to measure: {handle.plan.rules.uncompiled}; {MEND}")
     return handle
 
 

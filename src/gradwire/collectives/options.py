@@ -21,7 +21,8 @@ class Options:
         segments: pipeline units per chunk; None chooses by size: more of them over a network.
         checksum: whether messages carry one; None: if any message leaves the memory of its
             machine. Messages over NCCL have none.
-        target: which kernels ("auto", "c", "eager"); all produce the same bytes.
+        target: which kernels ("auto", "c", "eager"); all produce the same bytes. Without a compiler
+            "auto" lets `attach` send bf16 in place of codecs, and "eager" interprets them.
         threads: per kernel; None: torch.get_num_threads().
         partitions: for parameter_server: the number of partitions; None: one per rank.
         nodes: for hierarchical: the machine of each rank, any numbers; None: from host names and

@@ -32,6 +32,7 @@ from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
+from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import in_hand, original
 from gradwire.planner import Plan, Rules, WeightRules, make_plan
 from gradwire.planner.files import PlanFile
@@ -82,7 +83,8 @@ def attach(
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
             list`), a Codec, an Aggregator, or None for no compression. "auto", for DDP, measures
-            and decides (docs/how-to/automatic.md).
+            and decides (docs/how-to/automatic.md). On the CPU, where a rank can compile no kernels,
+            bf16 is sent instead, with a warning (docs/reference/kernels.md).
         include: name patterns ("*.bias") to compress although they have fewer dimensions. Names
             are those of the bare model, without the segments `_orig_mod` and
             `_checkpoint_wrapped_module` of torch.compile and activation checkpointing.
@@ -215,7 +217,6 @@ def attach(
         shards = plan_sharded(model, rules, weights=used, options=chosen)
         if pinned is not None:
             pinned.check([p.name for p in shards.plan.parameters])
-        warn_of_bias(shards.plan, shards.trained.groups.size)
         return _told(shards.handle(seed, adaptive))
     if not isinstance(model, DistributedDataParallel):
         WeightRules.of(weights, keep)  # for FSDP2, which is not used in a single process
@@ -232,7 +233,6 @@ def attach(
         raise ConfigError(
             "this module already has a handle attached: call its detach() before attaching again"
         )
-    warn_of_bias(planned.plan, model.process_group.size())
     return _told(planned.handle(seed, adaptive, auto))
 
 
@@ -277,28 +277,38 @@ class Planned:
         seed: int,
         adaptive: tuple[Policy, Replan] | None = None,
         auto: Auto | None = None,
+        call: str = "gw.attach",
     ) -> Handle:
-        """Attach, with a policy, automatic or neither; raises ConfigError if ranks disagree, or the
-        policy has no choice."""
+        """Attach, with a policy, automatic or neither, as the user's `call`; raises ConfigError if
+        ranks disagree, or the policy has no choice."""
         if adaptive is not None:
             targets_of(self.plan, adaptive[1].mixed)
         comm, state = communicator(self.model.process_group), hook_state(self.model)
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         agreed += [] if auto is None else [repr(auto)]
-        comm.agree("the call of gw.attach", [*agreed, *self.plan.describe()])
+        plan, device = self.plan, self.named[0][1].device
+        plan = available(plan, self._planned, device, [comm], adaptive, auto)
+        comm.agree("the call of gw.attach", [*agreed, *plan.describe()])
+        warn_of_bias(plan, comm.world_size, call)
         name = comm.handle_name(original(self.model.module), self.named[0][0])
         owner = comm.owner(f"the {name}")
         unused = self.model.find_unused_parameters
-        members = members_of(self.plan, seed, comm.rank, state.attached, unused)
+        members = members_of(plan, seed, comm.rank, state.attached, unused)
         state.attached += 1
-        reductions = Buckets(self.model, state, self.named, self.plan, members, owner)
+        reductions = Buckets(self.model, state, self.named, plan, members, owner)
         made = Handle(reductions, seed, comm.rank, StateGather([self.model.process_group]))
+        if plan.rules.uncompiled:  # there is nothing to choose from
+            return made
         if adaptive is not None:
             adapt(reductions, *adaptive)
         if auto is not None and comm.world_size > 1:  # a single rank sends nothing
             automate(reductions, auto)
         return made
+
+    def _planned(self, rules: Rules) -> Plan:
+        of = self.model.process_group.size(), self.plan.options, self.plan.coalesce_bytes
+        return make_plan(self.named, rules, *of)
 
 
 def plan_ddp(

@@ -314,6 +314,8 @@ class Scatters(Reductions):
                 "attach to the module itself"
             )
         targets = list(wanted(self.switch.plan, self._records, self.groups.shards, smallest))
+        if not targets and self.switch.plan.rules.uncompiled:
+            return 0
         if not targets:
             raise ConfigError(
                 f"learn_levels: no parameter of {smallest} values or more is sent through "

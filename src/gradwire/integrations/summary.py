@@ -24,6 +24,7 @@ from gradwire.collectives.packing import expected_sizes
 from gradwire.engine import Communicator
 from gradwire.engine.topology import Topology
 from gradwire.lang import Codec, layout
+from gradwire.lang.kernels import MEND
 from gradwire.partition import Spec
 from gradwire.planner import ParameterPlan, Plan
 
@@ -194,6 +195,11 @@ def summary(
     lines.append(f"  {_residual_line(plan, rank, ranks, stats['residual_bytes'])}")
     if plan.weights is not None:
         lines.append(f"  {_weights_line(plan, stats)}")
+    if plan.rules.uncompiled:
+        lines.append(
+            "  no compiled kernels, so bf16 is sent in place of slow interpreted codecs: "
+            f"{plan.rules.uncompiled}; {MEND}"
+        )
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Hashable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,8 @@ class _Signature:
     """`__signature__` of a codec's class: its options, where tools would take `Codec.__new__`'s."""
 
     def __get__(self, codec: Codec | None, of: type[Codec]) -> inspect.Signature:
-        made = [*inspect.signature(of.__init__).parameters.values()] if is_dataclass(of) else []
-        return inspect.Signature(made[1:])
+        own = [*inspect.signature(of.__init__).parameters.values()][1:]
+        return inspect.Signature(own if hasattr(of, "__dataclass_fields__") else [])
 
 
 class Codec:

@@ -8,9 +8,10 @@ and may run concurrently on different rows.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,6 +51,7 @@ BACKENDS: dict[str, Callable[[Codec, torch.dtype], Backend]] = {
     "triton": _gpu,
 }
 TARGETS = ("auto", *BACKENDS)
+MEND = "install a C compiler (apt install gcc), or a wheel that carries kernels"
 
 
 class Kernels:
@@ -183,6 +185,24 @@ def _backend(codec: Codec, dtype: torch.dtype, target: str) -> Backend:
     return BACKENDS[target if fused else "eager"](codec, dtype)
 
 
+def needs_compiling(codec: Codec) -> bool:
+    """Whether a codec's kernels are much slower in target eager than in c. Those that store values
+    as they are or in 16 bits are not, nor is what torch's BLAS does on all targets."""
+    derived = forms.derive(codec, "fp32")
+    return derived.fused and not {*derived.operators} <= {"concat", "extract"}
+
+
+def uncompiled(codecs: Iterable[Codec]) -> str | None:
+    """Why target auto interprets one of these codecs on this machine's CPU, although it
+    `needs_compiling`; None if it interprets none."""
+    for codec in codecs:
+        library = _made(codec, torch.float32, "c").library if needs_compiling(codec) else None
+        reason = None if library is None else library.missing()
+        if reason is not None:
+            return reason
+    return None
+
+
 @lru_cache(maxsize=512)
 def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | None:
     """Why target c is not available here, or None if it is."""
@@ -210,11 +230,19 @@ def compiler_needed() -> Iterator[None]:
         ) from error
 
 
-@cache
-def announce(reason: str) -> None:
-    """Warn, once per reason, that eager kernels are used."""
+_announced: set[str] = set()
+_announcing = threading.Lock()
+
+
+def announce(reason: str, told: bool = False) -> None:
+    """Warn, once per reason, that eager kernels are used, unless the user was `told` otherwise."""
+    with _announcing:
+        known = told or reason in _announced
+        _announced.add(reason)
+    if known:
+        return
     warnings.warn(
-        f"gradwire: no compiled kernels, using slow eager ones: {reason}",
+        f"gradwire: no compiled kernels, using slow eager ones: {reason}; {MEND}",
         RuntimeWarning,
         stacklevel=4,
     )

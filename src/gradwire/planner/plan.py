@@ -175,6 +175,7 @@ def make_plan(
         if parameter.dim() > 1 and chosen != Dense():
             what = None if refusal is None else f"parameter {known[0]}: {refusal}"
             refusals.setdefault(chosen, []).append(what)
+        chosen = rules.available(chosen, parameter.dtype)
         wrapped = chosen != Dense() and (rules.feedback or chosen.needs_feedback)
         # A single rank sends nothing, so there is no error to keep.
         has = isinstance(chosen, ErrorFeedback) or chosen.own_feedback
