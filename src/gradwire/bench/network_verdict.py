@@ -44,13 +44,10 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[bool, str]:
         found = f"Compression will not pay here: {reason}."
         line = _HALVE if _clearly_faster(half, full) else _LEAVE
     else:
-        faster = sum(one < 1 for one in ratios)
-        found, line = (
-            (
-                f"Not clear: the median step with {OURS} took {ratio:.2f} of {base['method']}'s "
-                f"time, and {faster} of {len(ratios)} turns were faster; repeat on an idle machine."
-            ),
-            _TRY,
+        faster, line = sum(one < 1 for one in ratios), _TRY
+        found = (
+            f"Not clear: the median step with {OURS} took {ratio:.2f} of {base['method']}'s time, "
+            f"and {faster} of {len(ratios)} turns were faster; repeat on an idle machine."
         )
     return pays, "\n".join([found, _waiting(full, pays), *_circumstances(full), line])
 
