@@ -15,6 +15,7 @@ from trained import (
     BATCHES,
     CODEC,
     DEVICE,
+    HOW,
     as_under_torchrun,
     compressed,
     data,
@@ -57,7 +58,7 @@ def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtSta
         disable_tqdm=True, save_strategy="epoch", logging_strategy="no", **options,
     )  # fmt: skip
     trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
-    callback = gw.transformers.compress(trainer, CODEC, error_feedback=True)
+    callback = gw.transformers.compress(trainer, CODEC, **HOW)
     start = AtStart(callback)
     trainer.add_callback(start)
     return trainer, callback, start
