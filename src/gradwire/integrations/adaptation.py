@@ -38,6 +38,7 @@ from gradwire.integrations.state import of_job
 from gradwire.integrations.switch import Switch, Update
 from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
 from gradwire.planner import Plan, Rules
+from gradwire.planner.plan import meaning
 
 log = logging.getLogger("gradwire")
 
@@ -429,9 +430,11 @@ class Adaptation:
         target = self._targets[kind]
         found = dict.fromkeys(target.shapes, target.reference)
         for name, text in saved[kind].items():
-            method = found[name] = aggregators.get(text)
-            if method not in target.family.methods(target.shapes[name]):
+            same = {meaning(str(one)): one for one in target.family.methods(target.shapes[name])}
+            method = aggregators.get(text)
+            if meaning(str(method)) not in same:
                 raise ValueError(f"{name} has {method}")
+            found[name] = same[meaning(str(method))]
         return found
 
 

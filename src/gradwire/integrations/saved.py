@@ -158,8 +158,9 @@ class Saved:
 
         Raises:
             ConfigError: `state` is not a handle's state, or of another plan; the message names the
-                first parameter that differs. Or it has residuals of other replicas (HSDP). Nothing
-                is changed then.
+                first parameter that differs. (A codec may round otherwise now, and store its grid's
+                numbers in another dtype.) Or it has residuals of other replicas (HSDP). Nothing is
+                changed then.
         """
         states, any_plan = states_of(state), self.automatic is not None
         of_policy = None
