@@ -15,6 +15,7 @@ from trained import (
     BATCHES,
     CODEC,
     DEVICE,
+    HOW,
     as_under_torchrun,
     compressed,
     data,
@@ -68,7 +69,7 @@ def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtSta
     )  # fmt: skip
     rows = [{"x": x} for x in data()]
     trainer = transformers.Trainer(Model(), args, train_dataset=rows, callbacks=[Logger()])
-    callback = gw.transformers.compress(trainer, CODEC, error_feedback=True)
+    callback = gw.transformers.compress(trainer, CODEC, **HOW)
     start = AtStart(callback)
     trainer.add_callback(start)
     return trainer, callback, start

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -245,7 +245,7 @@ class GatheredWeights:
             return None
         return saved_references(self._differences, self.changes, self._sharding)
 
-    def references(self, states: list[State]) -> References:
+    def references(self, states: Sequence[State]) -> References:
         """What this rank takes from the states of one or all ranks of a saved job.
 
         Raises:

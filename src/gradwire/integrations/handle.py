@@ -12,8 +12,8 @@ from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.integrations.adaptation import Adaptation, refuse_update
-from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
-from gradwire.integrations.full_state import StateGather, states_of
+from gradwire.integrations.automatic import Automatic, refuse_changes
+from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
 from gradwire.integrations.policies import adapt
@@ -342,15 +342,10 @@ class Handle(Saved):
     def _own_state(self) -> dict[str, Any]:
         return {**super()._own_state(), **self._reductions.state()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        load_others = self._reductions.loading(states_of(state))
-        super().load_state_dict(state)
-        load_others()
-
-    load_state_dict.__doc__ = Saved.load_state_dict.__doc__
-
-    def _loadable(self, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        return states if self.automatic is None else without_plan(states, self.plan)
+    def _loading(
+        self, states: Sequence[Mapping[str, Any]], merged: dict[str, Any]
+    ) -> Callable[[], None]:
+        return self._reductions.loading(states, merged)
 
     # ---- its end
 

@@ -370,16 +370,16 @@ class Scatters(Reductions):
         kept = None if weights is None else weights.state()
         return found if kept is None else {**found, "weights": kept}
 
-    def loading(self, states: Sequence[State]) -> Callable[[], None]:
+    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
         weights = self.weights
-        references = None if weights is None else weights.references(list(states))
-        levels = Levels.of(states[0].get("levels"))
+        references = None if weights is None else weights.references(states)
+        levels, counted = Levels.of(merged.get("levels")), merged.get("counted") is True
+        if self.ranks == 1:
+            self.drop_residuals(merged)
 
         def load() -> None:
             self._use(lambda _: levels)
-            if self.ranks == 1:
-                self.drop_residuals()
             if weights is not None and references is not None:
-                weights.load(references, states[0].get("counted") is True)
+                weights.load(references, counted)
 
         return load

@@ -232,9 +232,9 @@ class Switch:
         between two passes; it waits until this rank has prepared what was requested."""
         with self._idle:
             self._idle.wait_for(lambda: not self._busy)
-            self._plans = {version: change(plan) for version, plan in self._plans.items()}
-            self.plan = self._plans[self.plan.version]
+            plans = {version: change(plan) for version, plan in self._plans.items()}
             self.newest = change(self.newest)
+            self._plans, self.plan = plans, plans[self.plan.version]
 
     def prepared(self, version: int) -> Plan:
         """A version that this rank has prepared, and not left behind yet."""

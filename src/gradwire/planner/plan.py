@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -80,6 +81,16 @@ class ParameterPlan:
             "codec": self.how,
             "feedback": self.feedback,
         }
+
+
+# Options of codecs that say how a value is rounded and in what a grid's numbers are stored.
+_ROUNDS = r"\b(?:rounding|metadata)='\w*'(?:, )?"
+
+
+def meaning(how: str) -> str:
+    """A method's text without the options that change nothing in what it keeps between steps: a
+    residual is what was not sent, however that was rounded."""
+    return re.sub(_ROUNDS, "", how).replace(", )", ")")
 
 
 @dataclass(frozen=True)
