@@ -101,6 +101,8 @@ def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
         if rank == DYING:
             assert isinstance(error, ZeroDivisionError), error
             hook.remove()
+            error = caught(lambda: model(x))  # what it would gather is not what the others do
+            assert isinstance(error, gw.TransportError), error
         else:
             assert isinstance(error, gw.TransportError), error
             assert error.peer == DYING
@@ -127,3 +129,44 @@ def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
     assert isinstance(error, gw.ConfigError), error
     assert ", weights" in str(error)
     assert "make the same calls" in str(error)
+
+
+def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str) -> None:
+    """At one place: an early exit. Training goes on as if it had not been run."""
+    ours, twin = three_layers(), three_layers()
+    twin.load_state_dict(ours.state_dict())
+    gatherings = [gw.attach(m, weights="randomshift:bits=8", keep=keep) for m in (ours, twin)]
+    ours[0].set_modules_to_forward_prefetch([ours[1]])  # a gather may be under way
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (ours, twin)]
+    for step, (records, place) in enumerate([(True, 1), (False, 0), (True, 2)]):
+        hook = ours[place].register_forward_hook(lambda *_: 1 / 0)
+        for _ in range(2):
+            with torch.set_grad_enabled(records):
+                error = caught(lambda: ours(torch.ones(4, 64)))
+            assert isinstance(error, ZeroDivisionError), error
+        hook.remove()
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        with torch.no_grad():  # a part that was not gathered before the exit
+            for model in (ours, twin):
+                model[2].weight.mul_(2)
+            assert torch.equal(ours[2](x), twin[2](x))
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a.to_local(), b.to_local())
+    assert gatherings[0].stats()["steps"] == gatherings[1].stats()["steps"] == 3
+
+
+def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
+    """None of them waits for a gather: they find it as they begin the next forward."""
+    model = three_layers()
+    gw.attach(model, weights="randomshift:bits=8")
+    if rank == DYING:
+        model[0].set_modules_to_forward_prefetch([model[1]])
+    model[0].register_forward_hook(lambda *_: 1 / 0)
+    assert isinstance(caught(lambda: model(torch.ones(4, 64))), ZeroDivisionError)
+    error = caught(lambda: model(torch.ones(4, 64)))
+    assert isinstance(error, gw.TransportError), error
+    assert "forward raised an exception" in str(error)

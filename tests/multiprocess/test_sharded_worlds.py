@@ -24,6 +24,11 @@ CHECKS: dict[int, list[Check]] = {
         weights.bytes_are_those_of_the_formula,
         partial(differences.nothing_drifts, weights=differences.FOUR, dtype=torch.bfloat16),
         *(partial(faults.an_exception_in_forward_is_told, records=r) for r in (True, False)),
+        *(
+            partial(faults.a_forward_that_all_ranks_leave_early_needs_no_recovery, keep=keep)
+            for keep in ("payload", "reference")
+        ),
+        faults.ranks_that_leave_a_forward_at_unlike_places_are_told,
         *(partial(faults.one_evaluates_a_batch_more, keep=k) for k in ("payload", "none")),
         faults.an_exception_where_others_gather_is_told,
     ],

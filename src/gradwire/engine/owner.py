@@ -75,6 +75,8 @@ class Owner:
         lanes: lanes of returned tickets, for reuse.
         issued_by: the thread that issued the latest ticket, or opened it; None: several threads
             issue single collectives, and none of them is known to issue the next.
+        interrupted: why this rank may never issue what its peers wait for, which ends the owner if
+            one does; None: it goes on.
         awaited_by: the thread that waits for its tickets, and issues nothing meanwhile; or None.
     """
 
@@ -95,6 +97,7 @@ class Owner:
         self.single = single
         self.advice = advice
         self.error: BaseException | None = None
+        self.interrupted: BaseException | None = None
         self.closed = False
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self.retired: set[str] = set()

@@ -7,7 +7,8 @@ error that names the rank and what it did, where
 - two ranks issued different rounds in one place, by digest;
 - two ranks wait for each other in two owners (engine/crossings.py);
 - a peer has left the group, or detached the owner, before a place where it is needed;
-- a peer reports that it has failed, or that its backward pass ended early;
+- a peer reports that it has failed, or that its backward pass ended early, or its forward, and it
+  has not issued the round;
 - the process of a peer on this machine has ended, while this rank waits for a round, an exchange or
   an agreement.
 
@@ -92,8 +93,19 @@ class Watchdog:
 
     def leave(self, frontier: Mapping[str, int]) -> None:
         """This rank leaves the group; `frontier`: owner -> tickets returned."""
+        for owner in self._comm.all_owners():
+            if owner.interrupted is not None and owner.error is None:
+                self.tell_failure(owner.interrupted, self._comm.rank, owner)
         if self._comm.member is not None:
             self._comm.member.leave({"kind": "left", "frontier": frontier})
+
+    def interrupted(self, owner: Owner) -> None:
+        """Break an owner that is interrupted here, if a peer waits for a ticket that this rank has
+        not issued."""
+        error = owner.interrupted
+        expected = [place for place in list(self._expected) if place[0] == owner.key]
+        if error is not None and any(place[1] >= owner.core.issued for place in expected):
+            self._comm.fail_owner(owner, error)
 
     def closed(self, owner: Owner) -> None:
         """This rank has closed an owner, and will not issue later tickets of it."""
@@ -322,6 +334,7 @@ class Watchdog:
         elif owner is not None:
             self._look_for_more(owner, place, notice)
             self._crossings.look([place])
+            self.interrupted(owner)
 
     def ended(self, ticket: Ticket) -> None:
         """A ticket has no further round: check whether a peer has reported one."""

@@ -67,6 +67,10 @@ class Changes:
         """Called as gradients are reduced."""
         self._reduced = True
 
+    def interrupted(self) -> None:
+        """Called as an exception ends a forward: FSDP2 takes the next one for a part of it."""
+        self._forward = None
+
     def agreed(self, last: int, device: torch.device, frozen: bool, forward: object | None) -> int:
         """The version that a group must have been gathered in, if it is not gathered now.
 

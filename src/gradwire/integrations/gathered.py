@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -60,12 +60,13 @@ class GatheredWeights:
         plan: has rules for weights.
         sharding: of this rank.
         sampler: of metrics.
+        go_on: called before each collective; it may raise.
 
     Attributes:
         shard, shards: this rank's, and how many there are.
         keep: what is kept of gathered weights; see `attach`.
         owner: issues the gathers.
-        abandoned: whether an exception has ended a forward or backward.
+        abandoned: whether an exception has ended a forward or backward, and none has begun since.
         versions: counts what changes the weights.
         changes: agrees with all ranks on what has changed, with keep="reference", and of frozen
             weights with keep="payload".
@@ -80,6 +81,7 @@ class GatheredWeights:
         seed: int,
         sharding: Sharding,
         sampler: Sampler,
+        go_on: Callable[[], None],
     ) -> None:
         assert plan.weights is not None
         self.shard, self.shards = sharding.shard, sharding.shards
@@ -91,6 +93,7 @@ class GatheredWeights:
         self.changes = Changes(self._by_kind, self._most, self._forget_references)
         self._options = plan.options
         self._sharding = sharding
+        self._go_on = go_on
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._totals = dict(_TOTALS)
@@ -114,6 +117,7 @@ class GatheredWeights:
         self, spec: Spec, item: Item, operation: Operation, raw_bytes: int
     ) -> Future[Outcome]:
         """Start a collective that gathers weights, or prepares to; its future."""
+        self._go_on()
         options = options_for(operation, self._options)
         collective = prepare(self.owner, [spec], options, operation, item.values.device)
         collective.check([item])

@@ -157,13 +157,16 @@ class Reductions:
         broken = (error for o in owners for error in (o.comm.error, o.error) if error is not None)
         known = cause or next(broken, None)  # a peer's, which others share no group with
         for owner in owners:
-            rank = owner.comm.rank
-            error = known or TransportError(
-                f"rank {rank}: {what} raised an exception at step {self.steps} of {owner.name}, so "
-                f"its gradients are not complete: see what rank {rank} raised{self.after_error}",
-                peer=rank,
-            )
-            owner.comm.fail_owner(owner, error)
+            owner.comm.fail_owner(owner, known or self.early_end(owner, what))
+
+    def early_end(self, owner: Owner, what: str) -> TransportError:
+        """The error for peers, where backward or forward ended with an exception."""
+        rank = owner.comm.rank
+        return TransportError(
+            f"rank {rank}: {what} raised an exception at step {self.steps} of {owner.name}, so "
+            f"its gradients are not complete: see what rank {rank} raised{self.after_error}",
+            peer=rank,
+        )
 
     # ---- plans
 

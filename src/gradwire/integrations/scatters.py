@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, Forward, running
-from gradwire.integrations.deciding import Deciders
+from gradwire.integrations.deciding import Deciders, exchanged_json
 from gradwire.integrations.gathered import NO_STATS, GatheredWeights
 from gradwire.integrations.learning import learned, wanted
 from gradwire.integrations.reductions import Reductions, State, version_values
@@ -82,6 +81,7 @@ class Scatters(Reductions):
         self._records = {name: parameter for parameter, name in trained.names.items()}
         self._pass = running()
         self._begun: set[int] = set()  # what has reduced in this pass
+        self._interruptions = 0
         self._in_shards: int | None = None  # the least version among ranks that share a replica
         # Whether a scatter of the pass before, and of this one, told it to all of these.
         self._told = self._tells = False
@@ -98,10 +98,10 @@ class Scatters(Reductions):
             of_shard = groups.shard, groups.shards, groups.rank, groups.size
             sharding = Sharding(shapes, trained.dims(), *of_shard)
             self.weights = GatheredWeights(
-                name, trained, members, plan, seed, sharding, self.sampler
+                name, trained, members, plan, seed, sharding, self.sampler, self._go_on
             )
             # Peers gather with this rank in forward, too.
-            self._forward = Forward(model, partial(self.abandon, what="forward"))
+            self._forward = Forward(model, self._interrupt)
 
     def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
         self._replaced.append((record, record._reduce_scatter_comm, record.mesh_info))
@@ -139,6 +139,48 @@ class Scatters(Reductions):
             self.weights.abandoned = True
         super().abandon(cause, what)
 
+    # ---- forwards that end with an exception
+    #
+    # All ranks may raise it at one place, and catch it: an early exit, or calibration. Then none
+    # waits, and what each gathers next is the same. So a rank does not tell at once, but as a peer
+    # waits for what it has not issued; and before the next collective ranks compare how many each
+    # has issued.
+
+    def _interrupt(self) -> None:
+        owners = self.all_owners()
+        if any(owner.error is not None or owner.comm.error is not None for owner in owners):
+            self.abandon(what="forward")
+            return
+        assert self.weights is not None
+        self.weights.abandoned = True
+        self.weights.changes.interrupted()
+        for owner in owners:
+            owner.interrupted = self.early_end(owner, "forward")
+            owner.comm.watchdog.interrupted(owner)
+
+    def _go_on(self) -> None:
+        """After a forward that ended with an exception: go on if it did on all ranks at one place.
+
+        Raises:
+            TransportError: it did not; peers are told.
+        """
+        if self.owner.interrupted is None:
+            return
+        self._interruptions += 1
+        owners, alike = self.all_owners(), True
+        for comm in self.comms():
+            issued = [owner.core.issued for owner in owners if owner.comm is comm]
+            key = f"{self.owner.key}/interrupted {self._interruptions}"
+            every = exchanged_json(comm, key, issued, self._check_owners)
+            alike &= all(one == issued for one in every)
+        if not alike:
+            self.abandon(what="forward")
+        self._check_owners()
+        assert self.weights is not None
+        self.weights.abandoned = False
+        for owner in owners:
+            owner.interrupted = None
+
     # ---- passes
 
     def reduces(self, reduction: object) -> int:
@@ -172,6 +214,7 @@ class Scatters(Reductions):
         version: int = 0,
     ) -> int:
         """Run a collective to its end; returns the least plan version that this rank received."""
+        self._go_on()
         begun = time.perf_counter()
         options = options_for(operation, self.switch.plan.options)
         collective = prepare(owner, specs, options, operation, items[0].values.device)
@@ -331,7 +374,7 @@ class Scatters(Reductions):
         return len(found.gradients) + len(found.weights)
 
     def _check_owners(self) -> None:
-        for owner in self.owners:
+        for owner in self.all_owners():
             owner.check()
 
     def _use(self, change: Callable[[Levels], Levels]) -> None:
