@@ -40,7 +40,7 @@ from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError, nearest, use_one_of
 from gradwire.integrations.choices import family_of, policy_of
 from gradwire.lang import Codec
-from gradwire.lang.kernels import MEND
+from gradwire.lang.kernels import MEND, uncompiled
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
 
@@ -82,8 +82,9 @@ class Method:
             shapes: (name, shape) of the model's parameters; none checks the name and options alone.
 
         Raises:
-            ConfigError: gradwire does not know the codec, an option or the algorithm, or the method
-                cannot average such parameters on so many ranks.
+            ConfigError: gradwire does not know the codec, an option or the algorithm, this machine
+                has no compiled kernels for the codec, or the method cannot average such parameters
+                on so many ranks.
         """
         if self.kind == FLEXIBLE:
             watching_methods.check_flexible(self.options)
@@ -92,7 +93,10 @@ class Method:
         if self.automatic:
             watching_methods.auto_options(self.options)
             return
-        options = self._made()[1]
+        made, options = self._made()
+        reason = uncompiled(made.encoders) if options.target == "auto" else None
+        if reason is not None:
+            raise _uncompiled(f"method {self.name!r}", reason)
         if not shapes:
             return
         own, given, _ = _split(self.options)
@@ -277,8 +281,12 @@ def compiled(handle: gradwire.Handle) -> gradwire.Handle:
         ConfigError: bf16 is sent in place of its codec, so rows of that name would be false.
     """
     if handle.plan.rules.uncompiled:
-        raise ConfigError(f"no compiled kernels to measure: {handle.plan.rules.uncompiled}; {MEND}")
+        raise _uncompiled("a rank", handle.plan.rules.uncompiled)
     return handle
+
+
+def _uncompiled(what: str, reason: str) -> ConfigError:
+    return ConfigError(f"{what}: no compiled kernels to measure: {reason}; {MEND}")
 
 
 def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench import memory, network_verdict, workers
+from gradwire.bench import memory, methods, network_verdict, workers
 from gradwire.bench.provenance import stamped
 from gradwire.bench.world import World, started_by_torchrun
 from gradwire.errors import ConfigError
@@ -127,10 +127,13 @@ def run(
     """Yield the rows: a row per method, and the verdict.
 
     Raises:
+        ConfigError: this machine has no compiled kernels.
         WorkerError: a rank failed.
         TransportError: torchrun's ranks cannot be joined.
     """
     world, config = wanted.world, wanted.config
+    for name in config.methods:
+        methods.parse(name).check()
     if world.joins:
         measured = join(wanted, advance)
     else:
