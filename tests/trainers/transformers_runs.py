@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -139,3 +140,25 @@ def a_checkpoint_without_gradwire_warns(rank: int, folder: Path) -> None:
     with pytest.raises(gw.ConfigError, match="give the Trainer"):
         gw.transformers.compress(trainer.model)
     assert not start.full["ranks"][0]["aggregators"]
+
+
+def the_backend_is_of_a_group_that_is_made_first(rank: int, folder: Path) -> None:
+    """Accelerate and the Trainer refuse its name, and take the group. The last check: it leaves
+    another group behind."""
+    as_under_torchrun(rank)
+    size, store = dist.get_world_size(), f"file://{folder}/group"
+    dist.destroy_process_group()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    dist.init_process_group("gradwire", init_method=store, rank=rank, world_size=size)
+    accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu")
+    model = accelerator.prepare(net())
+    accelerator.backward(model(data()[rank::size].to(DEVICE)).square().mean())
+    args = transformers.TrainingArguments(
+        str(folder / "backend"), max_steps=1, use_cpu=DEVICE == "cpu", report_to=[],
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
+    trainer.train()
+    group: Any = dist.group.WORLD
+    assert [handle.stats()["steps"] for handle in group.models.handles.values()] == [1, 1]
+    assert all(handle.stats()["ratio"] > 4 for handle in group.models.handles.values())
