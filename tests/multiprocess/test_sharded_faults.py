@@ -146,10 +146,6 @@ def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str)
             assert isinstance(error, ZeroDivisionError), error
         hook.remove()
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-        with torch.no_grad():  # a part that was not gathered before the exit
-            for model in (ours, twin):
-                model[2].weight.mul_(2)
-            assert torch.equal(ours[2](x), twin[2](x))
         for model, optimizer in pairs:
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -157,6 +153,13 @@ def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str)
         for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
             assert torch.equal(a.to_local(), b.to_local())
     assert gatherings[0].stats()["steps"] == gatherings[1].stats()["steps"] == 3
+    with torch.no_grad():
+        assert torch.equal(ours(x), twin(x))
+        ours[0].register_forward_hook(lambda *_: 1 / 0)
+        assert isinstance(caught(lambda: ours(x)), ZeroDivisionError)
+        for model in (ours, twin):
+            model[2].weight.mul_(2)  # which was not gathered before the exit
+        assert torch.equal(ours[2](x), twin[2](x))
 
 
 def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
