@@ -156,8 +156,10 @@ class Models:
     def totals(self) -> dict[str, float]:
         """calls, wire_bytes, raw_bytes, seconds of all handles, past and present."""
         found = dict(self._gone)
-        for handle in list(self.handles.values()):
-            _add(found, handle)
+        for module in [held() for held in self.handles.keyrefs()]:  # another thread may add one
+            handle = None if module is None else self.handles.get(module)
+            if handle is not None:
+                _add(found, handle)
         return found
 
     def _let_go(self, handle: Handle) -> None:

@@ -140,7 +140,8 @@ class DifferenceGather(WeightGather):
 
     @property
     def kept_bytes(self) -> int:
-        return 0 if self.reference is None else self.reference.nbytes
+        reference = self.reference
+        return 0 if reference is None else reference.nbytes
 
     def state(self) -> list[torch.Tensor] | None:
         """Copies of this rank's parts of the reference, by parameter; None: there is none."""

@@ -295,8 +295,9 @@ class Handle(Saved):
         And what aggregators tell, such as the share of saturated values: the newest, as the mean
         over parameters weighted by their numbers of values.
 
-        A value that is not known yet has no key; a single rank sends nothing, so its ratio is 1.0,
-        and it has no sample.
+        A value that is not known yet has no key: in another thread, which may call it in the middle
+        of a pass, no ratio where no gradient was sent since the previous call. A single rank sends
+        nothing, so its ratio is 1.0, and it has no sample.
         Nothing is sampled before the first call. A sampled pass copies its gradients and reads them
         several times; nothing in training changes.
 

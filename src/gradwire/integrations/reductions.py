@@ -104,7 +104,9 @@ class Reductions:
             return dict(self._totals)
 
     def count(self, *outcomes: Outcome, **more: float) -> None:
-        """Add to the totals: collectives that have ended, and numbers by name."""
+        """Add to the totals: collectives that have ended, and numbers by name. What they sent is
+        added together with the raw bytes that they stand for: another thread may read totals at any
+        time, and divides one by the other."""
         with self._lock:
             for outcome in outcomes:
                 self._totals["calls"] += 1

@@ -242,12 +242,9 @@ class Saved:
         return self.summary()
 
     def _state_bytes(self) -> int:
-        """Memory of aggregators' state."""
-        return sum(
-            t.numel() * t.element_size()
-            for member in self._members.values()
-            for t in member.state.values()
-        )
+        """Memory of aggregators' state; they are copied, since a pass may add to them."""
+        states = [dict(member.state) for member in self._members.values()]
+        return sum(t.numel() * t.element_size() for state in states for t in state.values())
 
     def _plan_now(self) -> Plan:
         """The plan in force, as the next step runs it."""

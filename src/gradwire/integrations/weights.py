@@ -306,7 +306,8 @@ class WeightGather(FSDPAllGather):
     @property
     def kept_bytes(self) -> int:
         """Memory of what is kept between gathers."""
-        return 0 if self.kept is None else self.kept.nbytes
+        kept = self.kept  # a pass may drop it
+        return 0 if kept is None else kept.nbytes
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
