@@ -38,10 +38,10 @@ from gradwire.integrations.state import of_job
 from gradwire.integrations.switch import Switch, Update
 from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
 from gradwire.planner import Plan, Rules
-from gradwire.planner.plan import meaning
 
 log = logging.getLogger("gradwire")
 
+State = Mapping[str, Any]
 _POLL_S = 0.2
 
 
@@ -377,9 +377,7 @@ class Adaptation:
             found[kind] = self._deciders[kind].state(methods)
         return found
 
-    def loading(
-        self, states: Sequence[Mapping[str, Any]]
-    ) -> tuple[Plan, Callable[[], None]] | None:
+    def loading(self, states: Sequence[State]) -> tuple[Plan, Callable[[], None]] | None:
         """Check what states of one or all ranks of a saved job have of the policy, once decisions
         have ended. All ranks call it between two passes.
 
@@ -399,7 +397,7 @@ class Adaptation:
             if type(passes) is not int or passes < 0:
                 raise ValueError(f"passes={passes!r:.60}")
             weights = None if weights is None else {n: float(w) for n, w in weights.items()}
-            methods = {kind: self._methods(kind, saved["methods"]) for kind in self._targets}
+            methods = {k: of.named(saved["methods"][k]) for k, of in self._targets.items()}
             loads = [
                 decider.loading(saved.get(kind, {}), methods[kind])
                 for kind, decider in self._deciders.items()
@@ -424,24 +422,3 @@ class Adaptation:
 
     def _with(self, methods: Methods, plan: Plan) -> Plan:
         return self._remade(*with_methods(plan, methods))
-
-    def _methods(self, kind: str, saved: Mapping[str, Mapping[str, str]]) -> dict[str, Aggregator]:
-        """Of every parameter of a target, from what a state has of them."""
-        target = self._targets[kind]
-        found = dict.fromkeys(target.shapes, target.reference)
-        for name, text in saved[kind].items():
-            same = {meaning(str(one)): one for one in target.family.methods(target.shapes[name])}
-            method = aggregators.get(text)
-            if meaning(str(method)) not in same:
-                raise ValueError(f"{name} has {method}")
-            found[name] = same[meaning(str(method))]
-        return found
-
-
-def refuse_update(adaptation: Adaptation | None) -> None:
-    """Raise ConfigError for an update by the user where a policy makes them."""
-    if adaptation is not None:
-        raise ConfigError(
-            f"update: the policy {adaptation.policy.name} changes this handle's plan: detach, and "
-            "attach without one"
-        )

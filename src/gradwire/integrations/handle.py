@@ -11,12 +11,12 @@ from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError, check_keywords
-from gradwire.integrations.adaptation import Adaptation, refuse_update
+from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.automatic import Automatic, refuse_changes
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
-from gradwire.integrations.policies import adapt
+from gradwire.integrations.policies import adapt, refuse_update
 from gradwire.integrations.reductions import Reductions, with_options
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.saved import Saved
