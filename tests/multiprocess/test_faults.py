@@ -20,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import ends
+from gradwire.groups import communicator
 from gradwire.integrations import full_state
+from gradwire.planner.links import measure_links
+from leftovers import until
 from products import one_in
 from ranks import as_processes, caught
 
@@ -149,6 +152,83 @@ def test_a_death_is_named_by_whoever_waits_for_an_agreement() -> None:
         kind, peer, text = report
         assert (kind, peer) == ("TransportError", 1), (death.__name__, report)
         assert f"rank {rank} has died" in text or f"rank {rank} failed" in text, report
+
+
+# What waits for a rank that never comes: (it, whether it does by now).
+Waiting = tuple[Callable[[], Any], Callable[[], object]]
+
+
+def a_backward(mesh: DeviceMesh) -> Waiting:
+    module = ddp_over(mesh)
+    handle = gw.attach(module)
+    backward = module(torch.ones(4, 100)).sum().backward
+    return backward, lambda kept=module: handle._reductions.owner.awaited_by
+
+
+def a_gather(mesh: DeviceMesh) -> Waiting:
+    module = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    handle = gw.attach(module, weights="randomshift:bits=8")
+    return partial(module, torch.ones(4, 64)), lambda: handle._reductions.weights.owner.awaited_by
+
+
+def a_scatter(mesh: DeviceMesh) -> Waiting:
+    module = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    handle = gw.attach(module)
+    backward = module(torch.ones(4, 64)).sum().backward
+    return backward, lambda kept=module: handle._reductions.owner.awaited_by
+
+
+def a_collective(mesh: DeviceMesh) -> Waiting:
+    group = mesh.get_group()
+    reduce = partial(gw.all_reduce, torch.ones(8), group=group)
+    return reduce, lambda: communicator(group).calls.awaited_by
+
+
+def an_agreement(mesh: DeviceMesh) -> Waiting:
+    module, member = ddp_over(mesh), communicator(mesh.get_group()).member
+    return partial(gw.attach, module), lambda: member and member._open
+
+
+def a_measurement(mesh: DeviceMesh) -> Waiting:
+    """In torch's C++: the transport is made by both ranks together."""
+    comm = communicator(mesh.get_group())
+    made = comm._make
+    begun = threading.Event()
+    comm._make = lambda: begun.set() or made()
+    return partial(measure_links, comm), begun.is_set
+
+
+WAITS: list[Callable[[DeviceMesh], Waiting]] = [
+    a_backward, a_gather, a_scatter, a_collective, an_agreement, a_measurement,
+]  # fmt: skip
+
+
+def is_interrupted(rank: int) -> list[str]:
+    """Rank 0 waits for rank 1, over a group for each way, and gets a SIGINT."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    found = []
+    for ready in WAITS:
+        wait, waits = ready(DeviceMesh.from_group(dist.new_group(), "cpu"))
+        if rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+            def interrupt(waits: Callable[[], object] = waits) -> None:
+                until(waits)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt, daemon=True).start()
+            found.append(type(caught(wait)).__name__)
+    if rank == 0:
+        store.set("interrupted", "")
+    store.wait(["interrupted"])
+    return found
+
+
+def test_a_signal_interrupts_what_waits_for_a_peer() -> None:
+    """Long before the timeout."""
+    found = ends(2, is_interrupted, timeout=1800)
+    assert all(end.error is None for end in found), found
+    assert found[0].value == ["KeyboardInterrupt"] * len(WAITS)
 
 
 def states_of_two_steps(rank: int) -> Report:

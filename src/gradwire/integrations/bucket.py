@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Bucket:
         buffer: its values; complex ones as pairs.
         result: DDP's own tensor, which shares the memory.
         ready: time.perf_counter when DDP submitted it.
+        ended: set once `future` has its result.
         left, unstarted: number of its scopes that have not ended, or not started.
     """
 
@@ -53,11 +55,17 @@ class Bucket:
     ready: float = field(default_factory=time.perf_counter)
     left: int = 0
     unstarted: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.left = self.unstarted = bool(self.content.split.bucket) + bool(
             self.content.split.model
         )
+
+    def end(self) -> None:
+        """Give DDP the result."""
+        self.future.set_result(self.result)
+        self.ended.set()
 
 
 def lengths_in(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:

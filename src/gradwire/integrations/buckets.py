@@ -81,7 +81,7 @@ class Buckets(Reductions):
         self._gather = Gather(0)
         self._pass: list[Bucket] = []  # the buckets of this pass, in order
         self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
-        self._pending: list[torch.futures.Future[torch.Tensor]] = []
+        self._pending: list[Bucket] = []
         self._then: Callable[[], None] | None = None
         self._begun: float | None = None  # when the running pass did
         self._error: BaseException | None = None
@@ -163,7 +163,7 @@ class Buckets(Reductions):
         """Complete the buckets that wait to be combined, without averaging them."""
         for stale in self._pass:
             if stale.unstarted:
-                stale.future.set_result(stale.result)
+                stale.end()
         self._pass.clear()
         self._arrived.clear()
 
@@ -219,7 +219,7 @@ class Buckets(Reductions):
 
     def _expect(self, buckets: list[Bucket]) -> bool:
         """Make the running backward, if any, wait for the buckets that are completely started."""
-        self._pending += [bucket.future for bucket in buckets if not bucket.unstarted]
+        self._pending += [bucket for bucket in buckets if not bucket.unstarted]
         return self.backward.enter()
 
     def _ended(
@@ -243,7 +243,7 @@ class Buckets(Reductions):
         self.count(*outcomes, raw_bytes=uncompressed, seconds=seconds)
         for bucket in ended:
             if not bucket.future.done():
-                bucket.future.set_result(bucket.result)
+                bucket.end()
 
     def _content(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> Content:
         """The contents of `bucket`; constant once DDP has rebuilt its buckets."""
@@ -278,8 +278,9 @@ class Buckets(Reductions):
         pending, self._pending = self._pending, []
         begun = time.perf_counter()
         with self.owner.awaited():
-            for future in pending:
-                future.wait()
+            for bucket in pending:
+                bucket.ended.wait()  # a signal interrupts this, and does not torch's own wait
+                bucket.future.wait()  # on a GPU, the stream's
         ended = time.perf_counter()
         self.count(exposed_seconds=ended - begun)
         if pending and self._begun is not None:
