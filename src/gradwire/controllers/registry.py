@@ -75,4 +75,4 @@ def family(reference: str) -> Family:
     try:
         return made(**options)
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"reference {reference!r}: {error}") from error
+        raise ConfigError(f"reference {reference!r}: {error}") from None

@@ -33,6 +33,7 @@ from gradwire.codecs import Codec, Identity
 from gradwire.collectives import AllGather
 from gradwire.collectives.legal import FLOATS
 from gradwire.engine import Outcome
+from gradwire.errors import again
 from gradwire.integrations.backward import in_backward
 from gradwire.integrations.fsdp import gathered, gathers_again, gathers_shards
 from gradwire.integrations.payloads import Payloads, kernels_of
@@ -290,7 +291,7 @@ class Decoding(dist.Work):
         with self._of.exposed():
             error = self._decoded.exception()
         if error is not None and not self._of.abandoned:
-            raise error
+            raise again(error)
         return error is None
 
     def is_completed(self) -> bool:

@@ -212,7 +212,7 @@ def compiler_needed() -> Iterator[None]:
     except jit.CompileError as error:
         raise ConfigError(
             f"target 'c': {error}; use target 'eager', or install a C compiler"
-        ) from error
+        ) from None
 
 
 @cache

@@ -108,7 +108,7 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
         what = layout(codec)
     except ConfigError as error:
-        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
+        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from None
     if isinstance(codec, _OF_GRADIENTS):
         raise ConfigError(
             f"{argument}: {codec} is for gradients, and loses the size of a weight; {advice}"
