@@ -102,8 +102,8 @@ def weight_codec(argument: str, given: object) -> Codec | None:
     if not isinstance(given, str | Codec):
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
     advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest", "fp8" or "bf16"'
-    if isinstance(given, str) and (name := parse(given)[0]) not in codecs.REGISTRY:
-        raise ConfigError(f"{argument}={given!r:.60}: unknown codec {name!r}: {advice}")
+    if str(given).lower() in codecs.ELSEWHERE:  # of gradients
+        raise ConfigError(f"{argument}={given!r:.60}: unknown codec: {advice}")
     try:
         codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
         what = layout(codec)
