@@ -100,6 +100,12 @@ def text_in_global_ranks(text: str, ranks: Sequence[int] | None) -> str:
     return _RANKS.sub(lambda found: found[1] + re.sub(r"\d+", renamed, found[2]), text)
 
 
+def again(error: E) -> E:
+    """An error that may have been raised before, to raise again. One of gradwire's loses the
+    frames of the times before, which say nothing, pile up and keep their tensors alive."""
+    return error.with_traceback(None) if isinstance(error, GradwireError) else error
+
+
 def nearest(given: object, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> str | None:
     """The name that was probably meant; None: none is near.
 

@@ -893,7 +893,7 @@ def test_who_misspells_a_name_is_told_the_nearest() -> None:
         (attach, {"codec": "zstd"}, "'zstd': use one of identity"),
         (attach, {"codec": "topk", "densty": 0.1}, "'densty': did you mean 'density'?"),
         (attach, {"codec": "topk", "rank": 4}, "'topk' has no option 'rank': use one of density"),
-        (attach, {"weights": "int8"}, "unknown codec 'int8': use \"randomshift:bits=8\""),
+        (attach, {"weights": "int8"}, "weights='int8': unknown codec: use"),
         (attach, {"keep": "payloads"}, "keep='payloads': did you mean 'payload'?"),
         (attach, {"plan": "measred"}, "plan='measred': did you mean 'measured'?"),
         (attach, {"policy": "l-greco"}, "unknown policy 'l-greco': did you mean 'lgreco'?"),

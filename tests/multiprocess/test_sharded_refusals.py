@@ -121,7 +121,7 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
             ("takes a codec, not powersgd", {"codec": "powersgd"}),
             ("coalesce_bytes is for DDP's", {"coalesce_bytes": 5}),
             ("FSDP2 has no algorithm 'ring'", {"algorithm": "ring"}),
-            ("use sra or hierarchical", {"algorithm": "ring"}),
+            ("use one of sra, hierarchical", {"algorithm": "ring"}),
             ("the machine of each of the 2 ranks", {"options": TOO_FEW}),
             ("matches no parameter", {"exclude": ["decoder.*"]}),
             ("sends a part of the values", {"weights": "topk:density=0.1"}),
@@ -131,7 +131,7 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
             ("weights='powersgd'", {"weights": "powersgd"}),
             ("matches no parameter", {"weights": {"nothing.*": "bf16"}}),
             (
-                "'none', 'payload', 'redraw', 'reference'",
+                "use one of none, payload, redraw, reference",
                 {"weights": "randomshift", "keep": "all"},
             ),
             ("give weights, too", {"weights": None, "keep": "payload"}),

@@ -62,6 +62,7 @@ for name, kind in sockets:
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.bind("\\0" + listen)
 server.listen()
+server.settimeout(60)
 print("ready", flush=True)
 input()
 print(json.dumps(sum(map(heard, ends))), flush=True)

@@ -98,7 +98,7 @@ def check_legal(operation: Operation, spec: Spec, options: Options, world_size: 
         try:
             as_they_are.itemsize(spec.dtype)
         except ConfigError as error:  # of a quantised tensor
-            raise ConfigError(f"{what} is not defined: {error}") from error
+            raise ConfigError(f"{what} is not defined: {error}") from None
     if isinstance(spec.codec, Exact) and spec.codec != as_they_are:
         raise ConfigError(
             f"{what} through {spec.codec} is not defined: that codec is internal; give codec=None"

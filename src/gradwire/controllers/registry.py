@@ -71,8 +71,9 @@ def family(reference: str) -> Family:
     made, known = REFERENCES[name]
     unknown = next((option for option in options if option not in known), None)
     if unknown is not None:
-        raise ConfigError(f"reference {reference!r}: {use_one_of(unknown, known)}")
+        meant = use_one_of(unknown, known)
+        raise ConfigError(f"reference {reference!r}: {name} has no option {unknown!r}: {meant}")
     try:
         return made(**options)
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"reference {reference!r}: {error}") from error
+        raise ConfigError(f"reference {reference!r}: {error}") from None

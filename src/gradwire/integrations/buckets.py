@@ -20,7 +20,7 @@ from gradwire.collectives import Collective, Item, Operation, prepare
 from gradwire.collectives.calling import future_on
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, again
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.bucket import Bucket, Content, lengths_in
 from gradwire.integrations.gather import Gather, Share, Split
@@ -288,7 +288,7 @@ class Buckets(Reductions):
             self.span, self._begun = ended - self._begun, None
         self._leave()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def _abandoned(self) -> None:
         """Backward ended with an exception, so its buckets will never be complete."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.engine import Outcome
+from gradwire.errors import again
 
 if TYPE_CHECKING:
     from gradwire.integrations.gathered import GatheredWeights
@@ -29,7 +30,7 @@ class Decoding(dist.Work):
             FSDP2's `reset_iter_state` waits, and an error here is none of the script's any more.
         ended: the gather of the payloads.
         decode: called then; False: a payload was withheld.
-        again: what gathers once more in that case, called by the thread that waits.
+        once_more: what gathers once more in that case, called by the thread that waits.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class Decoding(dist.Work):
         of: GatheredWeights,
         ended: Future[Outcome],
         decode: Callable[[], bool],
-        again: Callable[[], None],
+        once_more: Callable[[], None],
     ) -> None:
         super().__init__()
         self._of = of
         self._decoded: Future[bool] = Future()
         self._decode = decode
-        self._again: Callable[[], None] | None = again
+        self._once_more: Callable[[], None] | None = once_more
         ended.add_done_callback(self._arrived)
 
     def _arrived(self, ended: Future[Outcome]) -> None:
@@ -58,9 +59,11 @@ class Decoding(dist.Work):
             error = self._decoded.exception()
         if self._of.abandoned:
             return error is None
-        again, self._again = self._again, None
-        if not self._decoded.result() and again is not None:
-            again()
+        if error is not None:
+            raise again(error)
+        gather, self._once_more = self._once_more, None
+        if gather is not None and not self._decoded.result():
+            gather()
         return True
 
     def is_completed(self) -> bool:
@@ -71,7 +74,7 @@ class InOrder(dist.Work):
     """The Work of a gather on a GPU: payloads are decoded on the stream that waits.
 
     Args:
-        of, again: as of `Decoding`.
+        of, once_more: as of `Decoding`.
         ended: the gather, queued on another stream.
         decode: queues the decoding on the current stream; False: as of `Decoding`.
         payloads: memory that the current stream then reads.
@@ -82,11 +85,11 @@ class InOrder(dist.Work):
         of: GatheredWeights,
         ended: Future[Outcome],
         decode: Callable[[], bool],
-        again: Callable[[], None],
+        once_more: Callable[[], None],
         payloads: torch.Tensor,
     ) -> None:
         super().__init__()
-        self._of, self._ended, self._decode, self._again = of, ended, decode, again
+        self._of, self._ended, self._decode, self._once_more = of, ended, decode, once_more
         self._payloads = payloads
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -97,5 +100,5 @@ class InOrder(dist.Work):
         self._ended.result()
         self._payloads.record_stream(torch.cuda.current_stream(self._payloads.device))
         if not self._decode() and not self._of.abandoned:
-            self._again()
+            self._once_more()
         return True

@@ -20,7 +20,7 @@ from gradwire.integrations.policies import adapt, refuse_update
 from gradwire.integrations.reductions import Reductions, with_options
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.saved import Saved
-from gradwire.integrations.summary import summary
+from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
@@ -329,14 +329,22 @@ class Handle(Saved):
 
     def summary(self) -> str:
         on = self._reductions
-        comms, what = [owner.comm for owner in on.owners], on.what
+        comms = [owner.comm for owner in on.owners]
         of = self._plan_now(), self.rank, comms, on.expected(), self.stats(), self.world_size
         remarks = [f"  {line}" for line in on.remarks()]
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
-        found = summary(what if on.installed else f"{what} (detached)", *of)
-        return "\n".join([found, *remarks, *decided[-_TOLD:]])
+        pending = [f"  {update}" for update in on.switch.pending()]
+        found = summary(self._what(), *of)
+        return "\n".join([found, *remarks, *decided[-_TOLD:], *pending])
 
     summary.__doc__ = Saved.summary.__doc__
+
+    def __repr__(self) -> str:
+        return headline(self._what(), self.plan, self.rank, self.world_size)
+
+    def _what(self) -> str:
+        on = self._reductions
+        return on.what if on.installed else f"{on.what} (detached)"
 
     # ---- state
 

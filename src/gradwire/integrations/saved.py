@@ -230,7 +230,8 @@ class Saved:
     def summary(self) -> str:
         """What is attached, as text: the codec of each group of parameters with its bits per value,
         the bytes that a step is expected to send from this rank, algorithm, transport, memory of
-        residuals, and the newest decisions (see `history`). `print(handle)` prints it.
+        residuals, the newest decisions (see `history`), and updates that are not in force yet.
+        `print(handle)` prints it; `repr` is its first line.
 
         It can be called at any time, on one rank alone: it sends nothing and waits for no rank.
         Bytes are those of all gradients in one collective, headers included; more buckets have more

@@ -176,11 +176,9 @@ def summary(
         stats: the handle's.
     """
     rows = _groups(plan, rank, ranks)
-    total = sum(p.numel for p in plan.parameters)
-    size = f"{len(plan.parameters)} parameters, {total:,} values"
     of = "" if plan.weights is None else " of gradients"
     lines = [
-        f"gradwire on {what}: {size}; rank {rank} of {ranks}; plan {plan.version}",
+        headline(what, plan, rank, ranks),
         *_table(["codec", "parameters", "values", "bits per value", "error feedback"], rows),
         f"  bytes{of} per step and rank: {_sent(expected, ranks)}",
     ]
@@ -201,6 +199,12 @@ def summary(
             f"{plan.rules.uncompiled}; {MEND}"
         )
     return "\n".join(lines)
+
+
+def headline(what: str, plan: Plan, rank: int, ranks: int) -> str:
+    """The first line of `summary`."""
+    size = f"{len(plan.parameters)} parameters, {sum(p.numel for p in plan.parameters):,} values"
+    return f"gradwire on {what}: {size}; rank {rank} of {ranks}; plan {plan.version}"
 
 
 def _groups(plan: Plan, rank: int, ranks: int) -> list[list[str]]:

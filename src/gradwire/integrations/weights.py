@@ -285,7 +285,7 @@ class WeightGather(FSDPAllGather):
                 decode()
                 return True
 
-        def again() -> None:
+        def once_more() -> None:
             self._leave_out(sent.layout.withheld(sent.payloads))
             with self.of.exposed():
                 work = self.gather(every, sent.own)
@@ -293,8 +293,8 @@ class WeightGather(FSDPAllGather):
                 work.wait()
 
         if sent.payloads.device.type == "cuda":
-            return InOrder(self.of, ended, decode_anywhere, again, sent.payloads)
-        return Decoding(self.of, ended, decode_anywhere, again)
+            return InOrder(self.of, ended, decode_anywhere, once_more, sent.payloads)
+        return Decoding(self.of, ended, decode_anywhere, once_more)
 
     def rehearse(self, codecs: Sequence[Codec | None]) -> None:
         """Compile the kernels of these codecs."""

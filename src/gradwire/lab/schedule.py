@@ -109,7 +109,7 @@ class Schedule:
             return cls.fixed(Network.parse(text))
         except ConfigError as error:
             known = ", ".join(SHIPPED)
-            raise ConfigError(f"{error}, or a schedule: {known} or FILE.yaml") from error
+            raise ConfigError(f"{error}, or a schedule: {known} or FILE.yaml") from None
 
     @property
     def changes(self) -> bool:
@@ -170,9 +170,9 @@ def _read(file: Path) -> Schedule:
     try:
         told = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule {file}: cannot be read ({error})") from error
+        raise ConfigError(f"schedule {file}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"schedule {file}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"schedule {file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(told, dict) or not {"by", "phases"} <= told.keys() <= _KEYS:
         raise ConfigError(f"schedule {file}: write the keys by and phases, and name if you like")
     name = told.get("name", file.stem)
@@ -202,7 +202,7 @@ def _made(where: str, name: str, unit: Any, told: Any) -> Schedule:
         try:
             phases.append(Phase(float(start), Network.parse(one["net"])))
         except ConfigError as error:
-            raise ConfigError(f"{at}: {error}") from error
+            raise ConfigError(f"{at}: {error}") from None
     return Schedule(name, unit, tuple(phases))
 
 

@@ -82,7 +82,7 @@ def _load(source: str, path: str, flags: tuple[str, ...], folder: Path) -> ctype
         library = kernel_cache.obtain(library, make)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise CompileError(f"{library} cannot be made or loaded: {error}") from error
+        raise CompileError(f"{library} cannot be made or loaded: {error}") from None
 
 
 def run(command: list[str], folder: Path | None = None) -> str:
@@ -92,7 +92,7 @@ def run(command: list[str], folder: Path | None = None) -> str:
             command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"{command[0]} failed: {error}") from error
+        raise CompileError(f"{command[0]} failed: {error}") from None
     if done.returncode != 0:
         output = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
         raise CompileError(f"{command[0]} failed: {output}")

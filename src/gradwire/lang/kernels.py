@@ -227,7 +227,7 @@ def compiler_needed() -> Iterator[None]:
     except jit.CompileError as error:
         raise ConfigError(
             f"target 'c': {error}; use target 'eager', or install a C compiler"
-        ) from error
+        ) from None
 
 
 _announced: set[str] = set()

@@ -80,7 +80,7 @@ def compiled(text: str, names: Sequence[str], reason: str, more: tuple[str, ...]
     try:
         library = jit.load(text, more)
     except jit.CompileError as error:
-        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from error
+        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from None
     return {one: library[one] for one in names}
 
 

@@ -104,13 +104,13 @@ def weight_codec(argument: str, given: object) -> Codec | None:
     if not isinstance(given, str | Codec):
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
     advice = 'use "randomshift:bits=8", "qsgd:bits=8", "fp8" or "bf16"'
-    if isinstance(given, str) and (name := parse(given)[0]) not in codecs.REGISTRY:
-        raise ConfigError(f"{argument}={given!r:.60}: unknown codec {name!r}: {advice}")
+    if str(given).lower() in codecs.ELSEWHERE:  # of gradients
+        raise ConfigError(f"{argument}={given!r:.60}: unknown codec: {advice}")
     try:
         codec = codecs.get(_with_defaults(in_blocks(given), _QSGD))
         what = layout(codec)
     except ConfigError as error:
-        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
+        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from None
     if isinstance(codec, _OF_GRADIENTS):
         raise ConfigError(
             f"{argument}: {codec} is for gradients, and loses the size of a weight; {advice}"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, TransportError, again
 from gradwire.transport import shm_library, shm_store
 from gradwire.transport.shm_operation import DONE, Done, ShmLoan, Transfer
 from gradwire.transport.shm_process import STORES, Stores
@@ -178,7 +178,7 @@ class Shm:
         self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None
     ) -> Transfer | Done:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         address, nbytes = _bytes(data)
         counts = nbytes if in_use is None else in_use
         handle = self.library.shm_send(self.handle, self._slots[peer], address, nbytes, counts, tag)
@@ -188,7 +188,7 @@ class Shm:
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Transfer:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         address, nbytes = _bytes(data)
         handle = self.library.shm_receive(
             self.handle, self._slots[peer], address, nbytes, tag, False
@@ -197,14 +197,14 @@ class Shm:
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> ShmLoan:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         assert nbytes > 0
         handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
         return ShmLoan(self._started(Transfer(self, handle, None, nbytes, peer, True)))
 
     def _started(self, operation: Transfer) -> Transfer:
         if operation.handle == shm_library.REFUSED:
-            raise self.error or self.stopped()
+            raise again(self.error or self.stopped())
         self.under_way.add(operation)
         return operation
 
