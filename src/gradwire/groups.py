@@ -14,7 +14,7 @@ from gradwire.errors import ConfigError, TransportError
 from gradwire.transport import Mixed, TorchP2P
 from gradwire.transport.companion import carries, companion
 from gradwire.transport.queued_p2p import QueuedP2P
-from gradwire.transport.torch_p2p import timeout_of
+from gradwire.transport.torch_p2p import end_waits, timeout_of
 
 _lock = threading.Lock()
 # Weak keys, so that no group is kept alive: see gradwire.transport.torch_p2p.
@@ -68,6 +68,7 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     info = GroupInfo(*of, _ranks_of(group))
     comm = Communicator(transport, info=info)
     comm.links = lambda device: link(_still(held), comm, device)
+    comm.stop_opening = lambda: _end_waits(held)
     # A group that torch does not list ends with its last reference. `alive` runs on the control
     # thread and must not hold one even briefly: the group, and on rank 0 its store, would then end
     # on that thread after destroy_process_group has returned, while the next default group may
@@ -88,6 +89,12 @@ def _still(held: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     if group is None:
         raise TransportError("this process group was destroyed before all ranks had used it")
     return group
+
+
+def _end_waits(held: weakref.ref[dist.ProcessGroup]) -> None:
+    group = held()
+    if group is not None and carries(group, torch.device("cpu")):
+        end_waits(group)
 
 
 def _listed() -> Collection[dist.ProcessGroup]:

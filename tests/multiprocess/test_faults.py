@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import ends
+from gradwire.engine import Engine
 from gradwire.groups import communicator
 from gradwire.integrations import full_state
 from gradwire.planner.links import measure_links
@@ -219,6 +220,10 @@ def is_interrupted(rank: int) -> list[str]:
             threading.Thread(target=interrupt, daemon=True).start()
             found.append(type(caught(wait)).__name__)
     if rank == 0:
+        engine = Engine.current()
+        for comm in list(engine.communicators):
+            comm.close()
+        assert engine.workers.finish(30), "the process would not end"
         store.set("interrupted", "")
     store.wait(["interrupted"])
     return found

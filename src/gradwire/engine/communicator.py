@@ -80,9 +80,11 @@ class Communicator:
         pools: the memory of scopes in flight.
         in_flight: the collectives in flight.
         alive: polled; False once the process group is destroyed.
+        stop_opening: called as this closes while the transport is being made; ends waits for that.
     """
 
     alive: Callable[[], bool] = staticmethod(lambda: True)
+    stop_opening: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class Communicator:
         self._streams: dict[torch.device, StreamDriver | None] = {}
         self._lock = threading.Lock()
         self._opening = threading.RLock()
+        self._is_opening = False
         self._agreements = itertools.count()
         self._topology: Topology | None = None
         self.in_flight = InFlight(engine.workers, lambda: self.transport, self.fail)
@@ -151,7 +154,11 @@ class Communicator:
                 if self._transport is None:
                     self.check()
                     assert self._make is not None
-                    made = self._make()
+                    self._is_opening = True
+                    try:
+                        made = self._make()
+                    finally:
+                        self._is_opening = False
                     self._transport, self._make = made, None
                     if self.error is not None:
                         made.close()
@@ -378,6 +385,8 @@ class Communicator:
         if self._transport is not None:
             with suppress(TransportError):
                 self._transport.close()
+        elif self._is_opening:
+            self.stop_opening()
 
     def _linger(self) -> None:
         """Wait for the last sends of rounds whose results are complete on this rank."""

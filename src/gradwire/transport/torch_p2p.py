@@ -82,11 +82,7 @@ class TorchP2P:
         group, self.companion = self._group(), None
         if self.waiting and group is not None:
             # A thread that returned from gloo during interpreter shutdown would abort the process.
-            # One wait that times out ends all other waits of this rank.
-            with suppress(RuntimeError):
-                peer = (self.rank + 1) % self.world_size
-                last = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, TAG_BASE - 1)
-                last.wait(timedelta(milliseconds=1))
+            end_waits(group)
             deadline = time.monotonic() + _RETURN_S
             while self.waiting and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -172,6 +168,14 @@ class _Work:
             raise owner.explain(self.peer, self.what, error) from None
         finally:
             del owner.waiting[self]
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """End all waits of this rank in a gloo group, and close its connections, by a wait that times
+    out."""
+    with suppress(RuntimeError):
+        last = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), TAG_BASE - 1)
+        last.wait(timedelta(milliseconds=1))
 
 
 def destroyed(rank: int) -> TransportError:
