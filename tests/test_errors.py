@@ -63,7 +63,7 @@ def test_no_cause_is_shown_that_the_text_has(tmp_path: Path) -> None:
 
 def test_an_error_that_is_raised_again_does_not_grow() -> None:
     def body(comm: Communicator) -> list[int]:
-        comm.end(gw.TransportError("rank 0: rank 1 has died", peer=1))
+        comm.end(gw.TransportError("rank 0: rank 1 has died"))
         call = partial(gw.all_reduce, torch.zeros(3), group=comm)
         return [len(lines(caught(call))) for _ in range(4)]
 

@@ -174,7 +174,9 @@ def end_waits(group: dist.ProcessGroup) -> None:
     """End all waits of this rank in a gloo group, and close its connections, by a wait that times
     out."""
     with suppress(RuntimeError):
-        last = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), TAG_BASE - 1)
+        last = group.recv(
+            [torch.zeros(1, dtype=torch.uint8)], (group.rank() + 1) % group.size(), TAG_BASE - 1
+        )
         last.wait(timedelta(milliseconds=1))
 
 
