@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
+from gradwire.engine import agree_over, failing_together
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.choices import targets_of
@@ -71,13 +72,13 @@ class PlannedShards:
         comms = [communicator(group) for group in dict.fromkeys(told)]
         if plan.weights is not None and plan.weights.keep is None:
             fits = payloads_fit(self.trained, plan)
-            for comm in comms:  # on every rank of every replica
-                said = comm.tell_all("whether payloads of weights fit", str(fits).encode())
-                fits = all(one == b"True" for one in said)
+            with failing_together(comms):
+                for comm in comms:  # on every rank of every replica
+                    said = comm.tell_all("whether payloads of weights fit", str(fits).encode())
+                    fits = all(one == b"True" for one in said)
             keep = "payload" if fits else "none"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
-        for comm in comms:
-            comm.agree("the call of gw.attach", [*agreed, *plan.describe()])
+        agree_over(comms, "the call of gw.attach", [*agreed, *plan.describe()])
         members = members_of(plan, seed, groups.rank, count)
         name = comms[0].handle_name(original(self.model), plan.parameters[0].name)
 
