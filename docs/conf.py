@@ -19,7 +19,6 @@ smartquotes = False  # "payload" is what to write
 highlight_language = "none"  # of blocks without an info string
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 

@@ -1,19 +1,88 @@
-"""Errors that pass from one process group to another keep the numbers in the whole job."""
+"""What a user reads of an error: one traceback, of this call, and the numbers in the whole job."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+import gradwire as gw
+from gradwire.engine import Communicator
 from gradwire.errors import ConfigError, TransportError, in_global_ranks
+from gradwire.integrations.backend_settings import from_environment
+from gradwire.transport.torch_p2p import TorchP2P, _Work
+from ranks import as_threads, caught
 
 JOB = 4
 GROUPS: list[Sequence[int] | None] = [
     None,  # the job's own numbers
     *(ranks for size in range(1, JOB + 1) for ranks in permutations(range(JOB), size)),
 ]
+
+
+def lines(error: BaseException | None) -> list[str]:
+    assert error is not None
+    return traceback.format_exception(error)
+
+
+class Broken:
+    """A work of gloo's whose peer has died."""
+
+    def wait(self, timeout: Any) -> None:
+        raise RuntimeError("[pair.cc:537] Read error: Connection reset by peer. This is typically")
+
+
+def test_no_cause_is_shown_that_the_text_has(tmp_path: Path) -> None:
+    model, damaged = torch.nn.Linear(4, 4), tmp_path / "damaged"
+    damaged.write_text("{")
+    group: Any = SimpleNamespace(
+        error=None, rank=0, timeout=1.0, waiting={}, _group=lambda: group,
+        explain=lambda *what: TorchP2P.explain(group, *what),
+    )  # fmt: skip
+    for call, told in (
+        (partial(gw.attach, model, plan=tmp_path / "none"), "No such file"),
+        (partial(gw.attach, model, plan=damaged), "Expecting property name"),
+        (partial(gw.attach, model, weights="fp9"), "unknown codec"),
+        (partial(gw.attach, model, weights="randomshift:bits=9"), "bits=9"),
+        (partial(from_environment, {"GRADWIRE_CODEC": "qsgd:bits=9"}), "bits=9"),
+        (partial(gw.attach(model).load_checkpoint, tmp_path), "has no checkpoint"),
+        (_Work(group, Broken(), torch.zeros(1), 1, "receive from").wait, "reset by peer"),  # type: ignore[arg-type]
+    ):
+        error = caught(call)
+        assert isinstance(error, gw.GradwireError), error
+        assert told in str(error)
+        assert "The above exception" not in "".join(lines(error)), told
+
+
+def test_an_error_that_is_raised_again_does_not_grow() -> None:
+    def body(comm: Communicator) -> list[int]:
+        comm.end(gw.TransportError("rank 0: rank 1 has died"))
+        call = partial(gw.all_reduce, torch.zeros(3), group=comm)
+        return [len(lines(caught(call))) for _ in range(4)]
+
+    (lengths,) = as_threads(1, body)
+    assert lengths == lengths[:1] * 4
+
+
+@pytest.mark.parametrize("kind", [ValueError, gw.ConfigError])
+def test_a_users_own_error_keeps_where_it_arose(kind: type[Exception]) -> None:
+    def fails() -> None:
+        raise kind("no")
+
+    def body(comm: Communicator) -> str:
+        error = caught(fails)
+        assert error is not None
+        comm.end(error)
+        return "".join(lines(caught(comm.check)))
+
+    assert ("in fails" in as_threads(1, body)[0]) == (kind is ValueError)
 
 
 def members(group: Sequence[int] | None) -> list[int]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradwire import __version__
 from gradwire.errors import ConfigError
 from gradwire.lang import jit, kernel_cache, native, prebuilt
+from gradwire.lang.kernels import MEND
 from gradwire.transport import shm, shm_library
 
 # An optional part, the extra that brings it, and the modules it needs.
@@ -42,7 +43,10 @@ def examine() -> Iterator[dict[str, Any]]:
     library, said = prebuilt.loaded()
     count = f"{len(prebuilt.listing())} in " if library is not None else ""
     yield _row("prebuilt kernels", library is not None, count + said)
-    yield _tried("target c", _load_a_codec)
+    compiled = _tried("target c", _load_a_codec)
+    if not compiled["available"]:
+        compiled["detail"] += f"; attach sends bf16 in place of codecs on the CPU: {MEND}"
+    yield compiled
     yield _triton()
     yield _row("transport loopback", True, "threads of one process, for tests")
     gloo = dist.is_available() and dist.is_gloo_available()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import typing
+from difflib import get_close_matches
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 E = typing.TypeVar("E", bound=BaseException)
 
@@ -96,3 +98,43 @@ def text_in_global_ranks(text: str, ranks: Sequence[int] | None) -> str:
         return str(ranks[rank] if rank < len(ranks) else rank)
 
     return _RANKS.sub(lambda found: found[1] + re.sub(r"\d+", renamed, found[2]), text)
+
+
+def again(error: E) -> E:
+    """An error that may have been raised before, to raise again. One of gradwire's loses the
+    frames of the times before, which say nothing, pile up and keep their tensors alive."""
+    return error.with_traceback(None) if isinstance(error, GradwireError) else error
+
+
+def nearest(given: object, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> str | None:
+    """The name that was probably meant; None: none is near.
+
+    Args:
+        known: names.
+        elsewhere: what other libraries call something -> the name here.
+    """
+    text = str(given).lower()
+    by_text = {name.lower(): name for name in known} | dict(elsewhere)
+    found = [text] if text in by_text else get_close_matches(text, by_text, 1, 0.7)
+    return by_text[found[0]] if found else None
+
+
+def use_one_of(given: object, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> str:
+    """The end of an error about a name that is not one of `known`: what to do. See `nearest`."""
+    known = list(known)
+    near = nearest(given, known, elsewhere)
+    listed = f"use one of {', '.join(known)}" if known else "it takes none"
+    return listed if near is None else f"did you mean {near!r}? Else {listed}"
+
+
+def check_keywords(
+    call: Callable[..., object], keywords: Iterable[str], options: Collection[str]
+) -> None:
+    """Raise ConfigError if a keyword that `call` takes for an option of a codec is probably one of
+    its own arguments, misspelt; `options` are those of all codecs."""
+    own = [p.name for p in inspect.signature(call).parameters.values() if p.kind != p.VAR_KEYWORD]
+    for keyword in keywords:
+        if keyword not in options and (near := nearest(keyword, own)) is not None:
+            raise ConfigError(
+                f"{call.__name__} has no argument {keyword!r}: did you mean {near!r}?"
+            )

@@ -4,6 +4,7 @@ what happens on one rank."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class Reference:
         given = [g.double().view(-1) for g in gradients]
         if self.made.clip is not None:
             norm = torch.cat(given).norm()
-            given = [g * min(1.0, self.made.clip / math.sqrt(self.ranks) / norm) for g in given]
+            given = [g * min(1.0, self.made.clip * math.sqrt(self.ranks) / norm) for g in given]
         found = []
         for at, g in enumerate(given):
             self.u[at] = self.made.momentum * self.u[at] + g
@@ -129,6 +130,38 @@ def test_nothing_is_lost(ranks: int, momentum: float) -> None:
             torch.testing.assert_close(
                 ranks * average + after, momentum * u + g + before, rtol=0, atol=ranks * 5e-6
             )
+
+
+def test_clipping_is_that_of_the_average_of_unlike_gradients() -> None:
+    """Orthogonal, of equal norms. The average of equal ones has up to sqrt(N) * clip."""
+    shapes: list[Shape] = [(8, 5), (24,)]
+
+    def gradients(rank: int, ranks: int, norm: float, alike: bool) -> Tensors:
+        """Whose average has this norm."""
+        given = [torch.zeros(shape) for shape in shapes]
+        for g in given:
+            g.view(-1)[slice(None) if alike else slice(rank, None, ranks)] = 1.0
+        own = torch.cat([g.view(-1) for g in given]).norm()
+        return [g * (norm if alike else norm * math.sqrt(ranks)) / own for g in given]
+
+    def averages(comm: Communicator, norm: float, clip: float, alike: bool) -> Tensors:
+        mine = Parameters(comm, shapes, Deep(1.0, momentum=0, clip=clip, values="fp32"))
+        found = mine.average(gradients(comm.rank, comm.world_size, norm, alike))
+        assert not any(kept.any() for kept in mine.states())
+        return found
+
+    for ranks, norm, clip in ((4, 2.0, 2.0), (4, 2.01, 2.0), (2, 3.0, 1.0), (1, 3.0, 1.0)):
+        (found, *_) = as_threads(ranks, partial(averages, norm=norm, clip=clip, alike=False))
+        of = zip(*(gradients(rank, ranks, norm, False) for rank in range(ranks)), strict=True)
+        expected = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for p, each in zip(expected, of, strict=True):
+            p.grad = torch.stack(each).mean(0)
+        assert torch.nn.utils.clip_grad_norm_(expected, clip) == pytest.approx(norm)
+        for p, average in zip(expected, found, strict=True):
+            torch.testing.assert_close(average, p.grad)
+    for norm, left in ((3.0, 3.0), (5.0, 4.0)):
+        (found, *_) = as_threads(4, partial(averages, norm=norm, clip=2.0, alike=True))
+        assert torch.cat([a.view(-1) for a in found]).norm() == pytest.approx(left)
 
 
 def test_densities_of_the_warm_up_and_their_bytes() -> None:

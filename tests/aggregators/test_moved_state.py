@@ -254,3 +254,28 @@ def test_a_shard_of_another_size_is_refused() -> None:
     states[1]["aggregators"]["p0"]["memory"] = torch.zeros(3, 30)
     with pytest.raises(gw.ConfigError, match=r"memory of p0 has shape \(3, 30\), not \(7, 30\)"):
         merge_states(states, 0, 2, plan_of("smoothed", 2))
+
+
+@pytest.mark.parametrize(
+    ("saved", "fits"),
+    [
+        ("QSGD(bits=2, block=128, scale='minmax', rounding='stochastic', metadata='bf16')", True),
+        ("QSGD(bits=2, block=128, scale='minmax', rounding='nearest', metadata='fp32')", True),
+        ("QSGD(bits=2, block=128, scale='minmax')", True),
+        ("QSGD(bits=4, block=128, scale='minmax', rounding='stochastic', metadata='bf16')", False),
+        ("QSGD(bits=2, block=64, scale='minmax', rounding='stochastic', metadata='bf16')", False),
+        ("Rotated(bits=2, block=128, scale='minmax', rounding='dithered')", False),
+    ],
+)
+def test_how_values_were_rounded_does_not_matter(saved: str, fits: bool) -> None:
+    """A state from before the default became dithered loads: a residual is what was not sent."""
+    plan, states = plan_of("qsgd", 2), states_after("qsgd", 2)
+    assert {str(p.inner) for p in plan.parameters} == {str(CASES["qsgd"])}
+    for state in states:
+        state["parameters"] = {n: {**f, "codec": saved} for n, f in state["parameters"].items()}
+    if fits:
+        assert merge_states(states, 1, 2, plan) == states[1]
+        assert merge_states(states, 0, 3, plan_of("qsgd", 3))["aggregators"]["p0"]
+    else:
+        with pytest.raises(gw.ConfigError, match="p0 has codec"):
+            merge_states(states, 1, 2, plan)

@@ -134,12 +134,15 @@ def test_bad_configurations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         lambda given: adapt.Config(**given),
         [
             ({"policies": ("x",)}, "unknown policy 'x'"),
-            ({"references": ("fp16",)}, "reference 'fp16': use qsgd, topk, powersgd"),
-            ({"references": ("qsgd:scale=l2",)}, "qsgd takes bits, block"),
+            ({"references": ("fp16",)}, "reference 'fp16': use one of qsgd, topk, powersgd"),
+            (
+                {"references": ("qsgd:scale=l2",)},
+                "qsgd has no option 'scale': use one of bits",
+            ),
             ({"references": ("qsgd:bits=9",)}, "reference 'qsgd:bits=9': Bits: choices"),
             ({"references": ("powersgd:rank=a",)}, "reference 'powersgd:rank=a'"),
             ({"references": ("qsgd",), "families": ("mixed",)}, "have none"),
-            ({"families": ("x",)}, "--families x: use bits, topk, rank, mixed"),
+            ({"families": ("x",)}, "--families x: use one of bits, topk, rank, mixed"),
             ({"models": ("x",)}, "neither a model nor a size"),
             ({"sigmas": (-1.0,)}, "--sigmas -1.0"),
             ({"alpha": 0.0}, "--alpha 0.0"),

@@ -19,6 +19,7 @@ from products import EXHAUSTIVE
 KEYS = {
     "part", "available", "detail", "method", "ranks", "net", "numel", "step_seconds", "run",
     "compute_seconds", "communication_seconds", "exposed_seconds", "turn_seconds",
+    "machines", "transport", "load", "cores",
 }  # fmt: skip
 
 
@@ -29,6 +30,7 @@ def rows(full: float, half: float, ours: float, compute: float, alone: float = 0
             "method": method, "step_seconds": step, "compute_seconds": compute,
             "exposed_seconds": max(0.0, step - compute), "turn_seconds": [step] * 4,
             "communication_seconds": alone if method == OURS else max(0.0, step - compute),
+            "ranks": 2, "machines": 2, "transport": "torch_p2p", "load": 1.5, "cores": 2,
         }
         for method, step in ((FULL, full), (HALF, half), (OURS, ours))
     ]  # fmt: skip
@@ -37,8 +39,8 @@ def rows(full: float, half: float, ours: float, compute: float, alone: float = 0
 def test_the_verdict_compares_with_the_faster_of_torch() -> None:
     hidden = rows(0.30, 0.31, 0.33, 0.29)
     for measured, pays, said in (
-        (rows(1.0, 0.6, 0.3, 0.1), True, "The network is the problem. Compression pays here"),
-        (hidden, False, "The network is not the problem. Compression will"),
+        (rows(1.0, 0.6, 0.3, 0.1), True, "The network is the problem."),
+        (hidden, False, "The network is not the problem."),
         (hidden, False, "computing hides the communication of torch-fp32"),
         (rows(0.3, 0.31, 0.4, 0.1, 0.3), False, "encoding and decoding cost more than fewer bytes"),
         (rows(1.0, 0.5, 0.49, 0.1), False, "in 4 of 4 turns it is less than 5 % faster"),
@@ -48,6 +50,36 @@ def test_the_verdict_compares_with_the_faster_of_torch() -> None:
         found, text = verdict(measured)
         assert found is pays
         assert said in text
+        assert text.startswith("Compression pays here: " if pays else "Compression will not pay")
+
+
+def test_the_verdict_ends_in_the_line_to_write() -> None:
+    for measured, line in (
+        (rows(1.0, 0.6, 0.3, 0.1), 'Write: gw.attach(model, "qsgd:bits=4")'),
+        (rows(0.30, 0.31, 0.33, 0.29), "Nothing to gain here: leave the script as it is."),
+        (rows(1.0, 0.5, 0.6, 0.1), "default_hooks.fp16_compress_hook)"),
+    ):
+        assert verdict(measured)[1].splitlines()[-1].endswith(line)
+
+
+def test_the_verdict_says_what_was_measured() -> None:
+    """Shared memory is no network, and the times of a busy machine are not those of an idle one."""
+    shared = {"ranks": 2, "machines": 1, "transport": "shm"}
+    busy = {"load": 10.0}
+    for change, said, unsaid in (
+        ({}, ["The network is"], ["share this machine", "busy"]),
+        (shared, ["No network was measured: the 2 ranks share this machine", "shared memory"],
+         ["The network is", "busy"]),
+        (shared | {"transport": "torch_p2p"}, ["gradwire over loopback too"], ["shared memory"]),
+        ({"ranks": 4, "transport": "shm+torch_p2p"}, ["4 ranks are on 2 machines"], ["No network"]),
+        (busy, ["A machine is busy: a load average of 10.0 on 2 cores"], ["No network"]),
+        (shared | busy, ["The machine is busy", "No network"], ["The network is"]),
+        ({"load": 2.0}, [], ["busy"]),
+    ):  # fmt: skip
+        for measured in (rows(1.0, 0.6, 0.3, 0.1), rows(0.30, 0.31, 0.33, 0.29)):
+            _, text = verdict([row | change for row in measured])
+            assert [one for one in said if one not in text] == [], text
+            assert [one for one in unsaid if one in text] == [], text
 
 
 def test_how_many_times_as_long_is_of_the_steps_beside_it() -> None:
@@ -74,6 +106,7 @@ def test_turns_that_disagree_are_not_clear() -> None:
         assert "Not clear: the median step with gradwire-qsgd4 took " in text
         assert said in text
         assert "Compression" not in text
+        assert text.endswith('gw.attach(model, "auto")')
     # Computing seems to hide all, or averaging alone is no faster, and yet the steps are.
     for measured in (rows(0.30, 0.31, 0.25, 0.29), rows(0.3, 0.31, 0.25, 0.1, 0.3)):
         measured[2] |= {"turn_seconds": [0.2, 0.24, 0.31, 0.33], "step_seconds": 0.275}
@@ -120,6 +153,8 @@ def test_rows_of_measured_steps_and_their_verdict() -> None:
         assert row["step_seconds"] == statistics.median(row["turn_seconds"])
         assert row["exposed_seconds"] == max(0.0, row["step_seconds"] - row["compute_seconds"])
         assert len(row["turn_seconds"]) == 3
+        assert (row["machines"], row["transport"]) == (1, "shm")
+        assert row["load"] >= 0 < row["cores"]
     assert last.keys() == {"part", "available", "detail", "run"}
     assert (last["part"], (last["available"], last["detail"])) == ("verdict", verdict(steps))
 
@@ -132,7 +167,7 @@ def test_long_computing_hides_the_network() -> None:
     *steps, last = network.run(wanted)
     assert min(row["compute_seconds"] for row in steps) >= 0.5
     assert last["available"] is False
-    assert "The network is not the problem" in last["detail"]
+    assert "computing hides the communication" in last["detail"]
 
 
 @pytest.mark.lab

@@ -96,7 +96,7 @@ def test_digits_are_an_announced_substitute(tmp_path: Path) -> None:
     assert image_data.load("digits", tmp_path).origin == "digits"
     refused(
         lambda name: image_data.load(name, tmp_path),
-        [("fashion", "dataset-fashion-mnist"), ("cats", "known: auto, fashion, digits")],
+        [("fashion", "dataset-fashion-mnist"), ("cats", "use one of auto, fashion, digits")],
     )
 
 

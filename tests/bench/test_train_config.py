@@ -26,7 +26,7 @@ def test_methods_are_parsed() -> None:
 
 
 WRONG_METHODS = (
-    ("nccl", "unknown method 'nccl'; known: torch-fp32"),
+    ("nccl", "unknown method 'nccl': use one of torch-fp32"),
     ("gradwire", "unknown method"),
     ("gradwire:", "unknown method"),
     ("gradwire:qsgd:bits", "expected OPTION=VALUE, found 'bits'"),

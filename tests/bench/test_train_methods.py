@@ -75,3 +75,14 @@ def test_methods_with_a_policy_are_checked_before_a_run() -> None:
     )
     with pytest.raises(ConfigError, match="a policy is for `bench train`"):
         methods.parse("qsgd:policy=lgreco").how()
+
+
+def test_what_nothing_compiles_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attach` would send bf16, in rows that name a codec."""
+    monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
+    monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
+    for name in ("gradwire:qsgd", "gradwire:topk:error_feedback=true"):
+        with pytest.raises(ConfigError, match="no compiled kernels to measure: GRADWIRE_CC="):
+            methods.parse(name).check()
+    for name in ("gradwire:bf16", "gradwire:powersgd", "gradwire:qsgd:target=eager"):
+        methods.parse(name).check()

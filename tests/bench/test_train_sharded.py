@@ -36,7 +36,7 @@ RANKS, STEPS = SHARDED.nodes, SHARDED.steps
 WRONG_METHODS = (
     ("torch-fp32", "averages DDP's gradients: leave --sharded out, or use fsdp-fp32"),
     ("gradwire:qsgd:bits=4", "averages DDP's gradients"),
-    ("fsdp-fp8", "unknown method 'fsdp-fp8' with --sharded; known: fsdp-fp32"),
+    ("fsdp-fp8", "unknown method 'fsdp-fp8' with --sharded: did you mean 'fsdp-fp32'"),
     ("qsdp", "write qsdp:w=BITS:g=BITS"),
     ("qsdp:w=8", "write qsdp:w=BITS:g=BITS"),
     ("qsdp:w=eight:g=8", "w=eight is no number of bits"),

@@ -27,9 +27,9 @@ def test_a_wrong_option_is_told_before_anything_is_launched() -> None:
     refused(
         lambda text: methods.parse(text).check(),
         [
-            ("auto:pause=1", "no option 'pause'; known: codecs, methods, policy, seconds"),
+            ("auto:pause=1", "has no option 'pause': use one of codecs, methods, policy, seconds"),
             ("auto:trial=-1", "trial=-1"),
-            ("flexible:density=0.1", "no option 'density'; known: steps, seconds, gain"),
+            ("flexible:density=0.1", "has no option 'density': use one of steps, seconds, gain"),
             ("flexible:gain=0", "gain=0"),
             ("flexible:steps=1.5", "steps=1.5"),
             ("flexible:steps=0", "steps=0"),

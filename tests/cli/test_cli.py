@@ -12,7 +12,9 @@ import pytest
 from command_line import rows_of, run, wrongly_refused
 from gradwire import codecs, doctor
 from gradwire.aggregators import registry
+from gradwire.bench import network
 from gradwire.cli import main
+from gradwire.lang import gpu, jit
 
 
 def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +40,24 @@ def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.Monke
     for part in ("compiler", "target c"):
         assert not parts[part]["available"]
         assert "no-such-compiler" in parts[part]["detail"]
+    said = parts["target c"]["detail"]
+    assert "; attach sends bf16 in place of codecs on the CPU: install a C compiler (apt " in said
+
+
+def test_doctor_tells_the_verdict_of_a_measured_step_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"part": "step it", "available": True, "detail": "", "method": "it", "step_seconds": 1.0}
+    verdict = {"part": "verdict", "available": True, "detail": "The verdict.\nWrite: this."}
+    monkeypatch.setattr(network, "run", lambda *_: iter([step, verdict]))
+    lines = run("doctor", "--ranks", "2").out.splitlines()
+    assert lines[:2] == ["The verdict.", "Write: this."]
+    assert "1000" in " ".join(lines[2:])
+    assert not any("target eager" in line for line in lines)
+    rows = rows_of("doctor", "--ranks", "2")  # programs get all
+    assert [rows[0]["part"], *(row["part"] for row in rows[-2:])] == [
+        "gradwire",
+        "step it",
+        "verdict",
+    ]
 
 
 def test_codec_list_has_a_row_for_each(tmp_path: Path) -> None:
@@ -75,6 +95,26 @@ def test_codec_show_fits_on_a_screen() -> None:
     shown = run("codec", "show", "powersgd:rank=2").out
     assert "bits per value: 0.125 of " in shown
     assert "bias: biased, and so always with error feedback\npaper: THESIS 2.2.3, UTIL" in shown
+
+
+def test_codec_cache_clears_what_was_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
+    kept = [tmp_path / name for name in ("probe-1.json", "libmine.so", "notes")]
+    for path in kept:
+        path.write_text("not a kernel")
+    library = jit.load("int answer(void) { return 42; }\n")
+    gpu.load("answer = 42\n")
+    made = set(tmp_path.rglob("*.*")) - {*kept, tmp_path / "__pycache__"}
+    nbytes = sum(path.stat().st_size for path in made)
+    assert {path.suffix for path in made} >= {".so", ".lock", ".py"}
+    row = {"folder": str(tmp_path), "files": len(made), "bytes": nbytes}
+    assert rows_of("codec", "cache") == [{**row, "removed": False}]
+    assert rows_of("codec", "cache", "--clear") == [{**row, "removed": True}]
+    assert {*kept} == {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert library.answer() == 42
+    assert rows_of("codec", "cache")[0]["files"] == 0
 
 
 def test_codec_show_prints_stages() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire import QSGD, PowerSGD, TopK, codecs
+from gradwire import QSGD, PowerSGD, TopK, all_reduce, codecs
 from gradwire.aggregators import Compressed, Dense, registry
 from gradwire.bench import methods
 from gradwire.codecs import variants
@@ -38,7 +38,7 @@ def test_every_user_of_the_grammar_reads_the_same() -> None:
 def test_none_is_no_compression_everywhere() -> None:
     assert registry.get("none") == Dense()
     assert from_environment({"GRADWIRE_CODEC": "none"}).codec is None
-    assert codec_of("none", {}) is None
+    assert codec_of(all_reduce, "none", {}) is None
     with pytest.raises(ConfigError, match="bits go with a codec's name"):
         registry.get("none", bits=4)
 

@@ -61,7 +61,7 @@ def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.Monkey
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"algorithm": "rings"}, "unknown algorithm 'rings'; known: all_gather, hierarchical"),
+    ({"algorithm": "rings"}, "unknown algorithm 'rings': did you mean 'ring'? Else use one of all"),
     ({"partitions": 2}, "an option of the algorithm parameter_server, not of sra"),
     ({"algorithm": "parameter_server", "partitions": 0}, "partitions=0"),
     ({"algorithm": "ring", "nodes": (0, 0)}, "an option of the algorithm hierarchical"),

@@ -264,7 +264,7 @@ def test_checksums_where_messages_leave_the_machine() -> None:
 
 def test_what_cannot_be_compiled_is_named() -> None:
     specs = [Spec("w", 1000, torch.float32, QSGD())]
-    with pytest.raises(ConfigError, match="all_gather has no algorithm 'ring': use sra"):
+    with pytest.raises(ConfigError, match="all_gather has no algorithm 'ring': use one of sra"):
         programs("all_gather", specs, 2, algorithm="ring")
     with pytest.raises(ConfigError, match="w: 1000 values cannot be cut into 3 shards"):
         programs("reduce_scatter", specs, 3)

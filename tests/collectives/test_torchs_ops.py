@@ -45,6 +45,6 @@ def test_another_op_is_refused_with_the_list() -> None:
                 caught(lambda: gw.reduce_scatter(shard, whole, None, op=given, group=comm)),  # noqa: B023
             ):
                 assert isinstance(error, ConfigError), op
-                assert "'avg'" in str(error)
+                assert "avg" in str(error)
 
     as_threads(2, body)

@@ -44,7 +44,7 @@ def request(made: Callable[[], Request]) -> Callable[[Communicator], object]:
 MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "op": (
         lambda c: gw.all_reduce(X(4), None, op="mean", group=c),
-        "op 'mean': all_reduce takes 'sum', 'avg', 'min', 'max'",
+        "op='mean': use one of sum, avg, min, max",
     ),
     "op of another type": (
         lambda c: gw.all_reduce(X(4), None, op=["sum"], group=c),  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     ),
     "algorithm": (
         lambda c: gw.all_reduce(X(4), None, algorithm="rings", group=c),
-        "unknown algorithm 'rings'; known: all_gather",
+        "unknown algorithm 'rings': did you mean 'ring'? Else use one of all_gather",
     ),
     "algorithm of another type": (
         lambda c: gw.all_reduce(X(4), None, algorithm=["sra"], group=c),  # type: ignore[arg-type]

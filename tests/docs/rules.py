@@ -90,6 +90,8 @@ def command_error(command: str) -> str | None:
         return _make(arguments)
     if program == "pip":
         return _extras(arguments) or _unquoted(alone)
+    if program == "torchrun" and (wrong := _nodes(arguments)):
+        return wrong
     for word in arguments:  # scripts of the repository, by their folder
         if re.match(r"(?:examples|scripts|src|tests|bench)/\S*\.py$", word):
             return None if (ROOT / word).exists() else f"{word}: no such file"
@@ -128,6 +130,16 @@ def _make(words: list[str]) -> str | None:
 @cache
 def _make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+
+
+def _nodes(words: list[str]) -> str | None:
+    """torchrun on several machines that do not know which they are: it waits, since rendezvous is
+    static by default, and both take rank 0."""
+    given = [word for one in words for word in one.split("=")]
+    if "--nnodes" not in given or given[given.index("--nnodes") + 1] == "1":
+        return None
+    known = "--node-rank" in given or "--rdzv-backend" in given
+    return None if known else "it hangs: give --node-rank, or --rdzv-backend c10d"
 
 
 def _extras(words: list[str]) -> str | None:

@@ -34,6 +34,8 @@ gradwire codec list --json - | head -1
 gradwire COMMAND --help
 pip install "gradwire[cli,report]"
 torchrun --nproc-per-node 2 examples/ddp.py
+torchrun --nnodes 1 examples/ddp.py
+torchrun --nnodes 2 --node-rank 0 --master-addr HOST train.py
 ```
 """
 RULES = [rules.links, rules.commands, rules.figures_without_command, rules.beginning]
@@ -90,6 +92,8 @@ BAD_COMMANDS = [
     ('pip install "gradwire[cli,nothing]"', "no extra nothing"),
     ("pip install gradwire[cli]", 'quote the extra: "gradwire[cli]"'),
     ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
+    ("torchrun --nnodes 2 --rdzv-endpoint HOST:29500 train.py", "it hangs"),
+    ("torchrun --nnodes=2 --master-addr HOST train.py", "it hangs"),
 ]
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import ROOT, Page
 
 import gradwire
+from gradwire.aggregators import registry
 from products import EXHAUSTIVE
 
 DOCS = ROOT / "docs"
@@ -40,6 +45,38 @@ def test_every_environment_variable_is_on_its_page() -> None:
     files += [p for top in ("src", "scripts", "tests/fuzz") for p in (ROOT / top).rglob("*.py")]
     read = {name for p in files for name in re.findall(r"\bGRADWIRE_\w+", p.read_text("utf-8"))}
     assert set(re.findall(r"^\| `(GRADWIRE_\w+)` \|", text, re.M)) == read
+
+
+def documented() -> Iterator[tuple[str, Any]]:
+    """What the API page shows a signature of: functions, classes, and methods of classes."""
+    for name in gradwire.__all__:
+        value = getattr(gradwire, name)
+        if not (isinstance(value, type) and issubclass(value, Exception)):
+            yield name, value
+        if isinstance(value, type):
+            members = inspect.getmembers(value, inspect.isfunction)
+            yield from ((f"{name}.{m}", f) for m, f in members if not m.startswith("_"))
+
+
+def test_signatures_have_names_and_defaults_that_users_can_give() -> None:
+    """As help() and the site show them: the site shows values, not the source's expressions."""
+    for name, value in documented():
+        shown = str(inspect.signature(value))
+        assert not re.search(r" object at |<factory>|\b_\w|\b[A-Z]+_[A-Z]+\b", shown), name
+    assert str(inspect.signature(gradwire.Handle)) == "()"  # attach makes it
+    assert "codec: 'Method' = unchanged" in str(inspect.signature(gradwire.Handle.update))
+    assert "coalesce_bytes: 'int' = 262144" in str(inspect.signature(gradwire.attach))
+    assert "autodoc_preserve_defaults" not in runpy.run_path(str(DOCS / "conf.py"))
+
+
+def test_signatures_of_codecs_and_aggregators_are_their_options() -> None:
+    """`__signature__` is what tools look at before the arguments of `Codec.__new__`."""
+    codecs = [c for c, _ in gradwire.codecs.REGISTRY.values()] + [gradwire.Codec]
+    for made in [*codecs, *registry.REGISTRY.values()]:
+        options = {f.name: f.default for f in fields(made)} if is_dataclass(made) else {}
+        shown = inspect.signature(made)
+        assert {n: p.default for n, p in shown.parameters.items()} == options, made
+        assert made not in codecs or made.__signature__ == shown, made
 
 
 DOCSTRING = """\

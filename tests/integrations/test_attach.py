@@ -9,6 +9,7 @@ import resource
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
+from gradwire import codecs
 from products import EXHAUSTIVE
 from ranks import all_pass, as_processes, caught
 
@@ -864,13 +866,46 @@ def test_attach_alone() -> None:
 def test_wrong_options_are_named() -> None:
     for match, options in (
         ("algorithm 'rings'", {"algorithm": "rings"}),
-        ("target 'cuda'", {"target": "cuda"}),
+        ("target='cuda': use one of", {"target": "cuda"}),
         ("segments=0", {"segments": 0}),
         ("segments=2.5", {"segments": 2.5}),
         ("threads=-1", {"threads": -1}),
     ):
         with pytest.raises(gw.ConfigError, match=match):
             gw.Options(**options)  # type: ignore[arg-type]
+
+
+def test_who_misspells_a_name_is_told_the_nearest() -> None:
+    """Of an argument, a codec, its option, a plan; and of what other libraries call a codec."""
+    attach, register = partial(gw.attach, mlp()), partial(gw.register, mlp())
+    handle, collective = attach(), partial(gw.all_reduce, torch.zeros(3))
+    update = handle.update
+    for call, given, told in (
+        (attach, {"excludes": ["*"]}, "attach has no argument 'excludes': did you mean 'exclude'?"),
+        (attach, {"codec": "auto", "feedback": True}, "did you mean 'error_feedback'?"),
+        (update, {"excludes": ["*"]}, "update has no argument 'excludes': did you mean 'exclude'?"),
+        (register, {"excludes": ["*"]}, "register has no argument 'excludes': did you mean"),
+        (collective, {"asyncop": True}, "all_reduce has no argument 'asyncop': did you mean"),
+        (collective, {"codec": "int8"}, "unknown codec 'int8': did you mean 'qsgd:bits=8'?"),
+        (attach, {"codec": "qsdg"}, "'qsdg': did you mean 'qsgd'? Else use one of identity"),
+        (attach, {"codec": "QSGD"}, "'QSGD': did you mean 'qsgd'?"),
+        (attach, {"codec": "atuo"}, "'atuo': did you mean 'auto'?"),
+        (attach, {"codec": "zstd"}, "'zstd': use one of identity"),
+        (attach, {"codec": "topk", "densty": 0.1}, "'densty': did you mean 'density'?"),
+        (attach, {"codec": "topk", "rank": 4}, "'topk' has no option 'rank': use one of density"),
+        (attach, {"weights": "int8"}, "weights='int8': unknown codec: use"),
+        (attach, {"keep": "payloads"}, "keep='payloads': did you mean 'payload'?"),
+        (attach, {"plan": "measred"}, "plan='measred': did you mean 'measured'?"),
+        (attach, {"policy": "l-greco"}, "unknown policy 'l-greco': did you mean 'lgreco'?"),
+        (attach, {"algorithm": "rings"}, "unknown algorithm 'rings': did you mean 'ring'?"),
+    ):
+        error = caught(lambda call=call, given=given: call(**given))
+        assert isinstance(error, gw.ConfigError), given
+        assert told in str(error)
+    for given in codecs.ELSEWHERE.values():
+        attach(given)
+    with pytest.raises(gw.ConfigError, match="observe: 3: give a function"):
+        handle.observe(3)  # type: ignore[arg-type]
 
 
 def test_attach_without_a_process_group() -> None:

@@ -1,10 +1,11 @@
-"""A biased codec without error feedback warns, and error feedback around what does not contract:
-each once per process, at the user's line."""
+"""What attach warns of once per process, at the user's line: a biased codec without error feedback,
+error feedback around what does not contract, and codecs that nothing compiles."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 30))
 
 
-def sharded() -> Any:
-    return fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+def sharded(model: nn.Module) -> Any:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def told(call: Any, what: str = "biased") -> list[str]:
@@ -42,7 +43,7 @@ def told(call: Any, what: str = "biased") -> list[str]:
 
 
 def attaching(rank: int) -> None:
-    for make in (lambda: DDP(mlp()), sharded):
+    for make in (lambda: DDP(mlp()), lambda: sharded(mlp())):
         for given, name in (
             (("topk",), "topk:density=0.01"),
             (("qsgd:bits=4,block=128,rounding=nearest",), "qsgd:bits=4:rounding=nearest"),
@@ -65,7 +66,7 @@ def attaching(rank: int) -> None:
     handle = gw.attach(model, "qsgd")
     (message,) = told(lambda: handle.update("tbq"))
     assert "give handle.update error_feedback=True" in message
-    for module in (DDP(mlp()), sharded()):  # a warning that is an error leaves nothing changed
+    for module in (DDP(mlp()), sharded(mlp())):  # a warning that is an error leaves nothing changed
         handle = gw.attach(module, "qsgd")
         bias._warned.clear()
         with warnings.catch_warnings():
@@ -84,7 +85,8 @@ def growing(rank: int) -> None:
     diverging = (*unbiased, "qsgd:bits=2:rounding=nearest")
     others = ("qsgd:bits=4", "qsgd:bits=2:block=32", "thc", "topk", "adacomp", None)
     cases = [(given, lambda: DDP(mlp())) for given in (*diverging, *others)]
-    for given, make in [*cases, ("terngrad", sharded), ("qsgd:bits=4", sharded)]:
+    shards = [(given, lambda: sharded(mlp())) for given in ("terngrad", "qsgd:bits=4")]
+    for given, make in [*cases, *shards]:
 
         def attach(feedback: bool, make: Any = make, given: Any = given) -> Any:
             return gw.attach(make(), given, error_feedback=feedback)
@@ -96,6 +98,67 @@ def growing(rank: int) -> None:
             assert ("leave error_feedback out" in message) == (given in unbiased)
             assert not told(lambda attach=attach: attach(False), loose)
     assert not told(lambda: gw.attach(DDP(mlp()), "powersgd"), loose)
+
+
+def interpreted_on_one(rank: int, call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns where rank 1 alone has no compiler, and the warnings of that."""
+    made: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("GRADWIRE_CC", "no-such-compiler")
+            patch.setenv("GRADWIRE_KERNELS", "no-such-folder")
+        said = told(lambda: made.append(call()), "no compiled kernels")
+    return made[0], said
+
+
+def interpreted(rank: int) -> None:
+    """bf16 stands in, on all ranks, for what one rank would interpret."""
+    bf16, dense = gw.Cast("bf16"), None
+    eager = {"options": gw.Options(target="eager")} if rank == 1 else {}
+    for wrap in (DDP, sharded):
+        model = wrap(mlp())
+        handle, (message,) = interpreted_on_one(rank, lambda m=model: gw.attach(m, "qsgd"))
+        for text in (message, str(handle)):
+            assert "rank 1: GRADWIRE_CC=no-such-compiler is not a program; prebuilt" in text
+            assert "bf16 is sent in place of slow interpreted codecs" in text
+            assert "install a C compiler (apt install gcc), or a wheel that carries" in text
+        assert handle.update(bits=3).version == 1
+        for _ in range(4):
+            model(torch.full((3, 20), rank + 1.0)).sum().backward()
+        assert handle.plan.version == 1
+        assert [p.codec for p in handle.plan.parameters] == [bf16, dense, bf16, dense]
+        assert handle.summary().splitlines()[2].split()[:4] == ["bf16", "2", "2,000", "16"]
+        for kind, given, codec in (
+            (mlp, {"codec": "topk", "error_feedback": True}, bf16),
+            (mlp, {"codec": None, "codecs": {"0.weight": "onebit"}}, bf16),
+            (mlp, {"policy": "lgreco"}, bf16),
+            (lambda: mlp().half(), {"codec": "qsgd"}, dense),  # which is of 16 bits
+            (mlp, {"codec": "fp16"}, gw.Cast("fp16")),  # as fast interpreted, or nearly
+            (mlp, {"codec": None}, dense),
+            (mlp, {"codec": "lowrank"}, gw.LowRank()),
+            (mlp, {"codec": "qsgd:block=128", **eager}, gw.QSGD()),  # slow, as it was asked to be
+        ):
+            model = wrap(kind())
+            handle, said = interpreted_on_one(rank, lambda m=model, g=given: gw.attach(m, **g))
+            p = handle.plan.parameters[0]
+            assert p.codec == codec, given
+            assert p.feedback == ("error_feedback" in given)
+            assert handle.adaptation is None
+            assert len(said) == (codec == bf16 or kind is not mlp), given
+            assert ("no compiled kernels" in str(handle)) == bool(said)
+    given = {"codec": None, "weights": {"*.weight": "randomshift:bits=4"}}
+    model = sharded(mlp())
+    handle, (message,) = interpreted_on_one(rank, lambda: gw.attach(model, **given))
+    assert [p.weight for p in handle.plan.parameters] == [bf16, None, bf16, None]
+    for method in ("artopk", "globaltopk", "lwtopk", "thc", "powersgd"):
+        model = DDP(mlp())
+        handle, said = interpreted_on_one(rank, lambda m=model, how=method: gw.attach(m, how))
+        assert (handle.plan.parameters[0].codec == bf16) == (method != "powersgd") == len(said)
+    model = DDP(mlp())
+    handle, (message,) = interpreted_on_one(rank, lambda: gw.attach(model, "auto"))
+    assert handle.automatic is None
+    refused = interpreted_on_one(rank, lambda: caught(lambda: gw.attach(DDP(mlp()), "dgc")))[0]
+    assert "dgc(density=0.001, momentum=0.9, values=fp16) needs compiled kernels" in str(refused)
 
 
 def registering(rank: int) -> None:
@@ -111,6 +174,11 @@ def dropped_in(rank: int) -> None:
     model = DDP(mlp(), process_group=dist.new_group(backend="gradwire"))
     (message,) = told(lambda: model(torch.ones(3, 20)).sum().backward())
     assert "gw.register error_feedback=True" in message
+    model = DDP(mlp(), process_group=dist.new_group(backend="gradwire"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradwire.integrations.uncompiled.uncompiled", lambda codecs: "for a test")
+        said = told(lambda: model(torch.ones(3, 20)).sum().backward(), "no compiled kernels")
+    assert len(said) == 1
 
 
 def alone(rank: int) -> None:
@@ -119,6 +187,6 @@ def alone(rank: int) -> None:
 
 @pytest.mark.multiprocess
 def test_a_biased_codec_alone_warns() -> None:
-    all_pass(2, [attaching, growing], timeout=30)
+    all_pass(2, [attaching, growing, interpreted], timeout=30)
     all_pass(2, [registering, dropped_in], timeout=30, backend="gradwire")
     all_pass(1, [alone])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,12 +116,9 @@ def seconds_under_ddp(rank: int) -> None:
     if rank == 0:
         buckets, settle, tell = handle._reductions, handle._reductions._settle, told("ddp waits")
 
-        class Waits:
-            def wait(self) -> None:
-                tell()
-
         def spied() -> None:
-            buckets._pending.insert(0, Waits())
+            waits = SimpleNamespace(wait=tell)
+            buckets._pending.insert(0, SimpleNamespace(ended=waits, future=waits))
             settle()
 
         buckets._settle = spied

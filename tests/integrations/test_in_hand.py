@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -273,6 +274,12 @@ def test_a_single_process_needs_no_group(
             facts = one["parameters"].items()
             one["parameters"] = {n: {**f, "feedback": "weight" in n} for n, f in facts}
             one["aggregators"] = {"0.weight": {"residual": torch.ones(800)}}
+        before = str(handle.state_dict())
+        with warnings.catch_warnings():  # a user may want an error, which changes nothing
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="are dropped"):
+                handle.load_state_dict([{**one, "seed": 9} for one in of_two])
+        assert str(handle.state_dict()) == before
         with pytest.warns(UserWarning, match="are dropped") as warned:
             handle.load_state_dict(of_two)
         assert warned[0].filename == __file__

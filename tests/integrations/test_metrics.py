@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ import gradwire as gw
 from gradwire.aggregators import Aggregator, Context, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
+from gradwire.integrations.metrics import Metrics, Sampler
+from gradwire.integrations.saved import Saved, members_of
+from gradwire.planner import Rules, make_plan
 from products import EXHAUSTIVE
 from ranks import all_pass, as_processes
 
@@ -216,15 +220,41 @@ def one_pass_in_some_is_sampled(rank: int) -> None:
         trains(model, 1, optimizer)
         seen.append(int(handle.metrics(every=3)["sampled_step"]))
     assert seen == [3, 3, 3, 6, 6, 6, 9, 9]
-    assert handle.metrics(every=3) == handle.metrics(every=3)
+    assert handle.metrics(every=3) == (last := handle.metrics(every=3))
+    prefixed = handle.metrics(every=3, prefix="gradwire/")
+    assert prefixed == {f"gradwire/{key}": value for key, value in last.items()}
     with pytest.raises(ConfigError, match="every=0"):
         handle.metrics(every=0)
+
+
+def every_reading_is_of_whole_collectives(rank: int) -> None:
+    """After each change of the counters of gradients, as another thread may read."""
+    for sharded in (False, True):
+        model, handle = attached(sharded, codec="qsgd")
+        seen = read_at_every_count(handle)
+        trains(model, 2)
+        assert {(bool(raw), bool(wire)) for raw, wire, _ in seen} == {(False, False), (True, True)}
+        assert {ratio is None or ratio > 4 for *_, ratio in seen} == {True}
+
+
+def read_at_every_count(handle: Any) -> list[tuple[int, int, float | None]]:
+    """raw_bytes, wire_bytes and the ratio of metrics."""
+    count, seen = handle._reductions.count, []
+
+    def counted(*given: Any, **more: Any) -> None:
+        count(*given, **more)
+        stats = handle.stats()
+        seen.append((stats["raw_bytes"], stats["wire_bytes"], handle.metrics().get("ratio")))
+
+    handle._reductions.count = counted
+    return seen
 
 
 def test_metrics() -> None:
     all_pass(
         2,
         [
+            every_reading_is_of_whole_collectives,
             values_are_those_of_a_reference,
             values_under_fsdp2,
             what_aggregators_tell_is_weighted_by_values,
@@ -244,3 +274,64 @@ def a_single_rank_sends_nothing(rank: int) -> None:
 
 def test_a_single_rank() -> None:
     all_pass(1, [a_single_rank_sends_nothing])
+
+
+def test_what_was_not_sent_has_no_key() -> None:
+    """Totals as another thread reads them, in the middle of a pass."""
+    plan = make_plan([("w", torch.zeros(100, 100))], Rules(), 2)
+    metrics, members = Metrics(2), members_of(plan, 0, 0, 0)
+    names = ("steps", "raw_bytes", "wire_bytes", "weights_raw_bytes", "weights_wire_bytes")
+    seconds = {"exposed_seconds": 0.0, "weights_exposed_seconds": 0.0}
+
+    def read(*numbers: int) -> set[str]:
+        totals = dict(zip(names, numbers, strict=True)) | seconds
+        found = metrics.read(totals, plan, members, False, 1)
+        assert found.get("ratio", 8) == found.get("weights_ratio", 4) * 2 == 8
+        assert found.get("bits_per_value", 4) == 4
+        return set(found)
+
+    exposed, of_weights = {"exposed_seconds"}, {"weights_exposed_seconds"}
+    assert read(0, 0, 0, 0, 0) == set()
+    assert read(1, 0, 0, 0, 0) == exposed
+    assert read(2, 0, 10, 0, 10) == exposed | of_weights  # plan versions, whether weights changed
+    assert read(3, 80, 20, 0, 10) == exposed | {"ratio", "bits_per_value"}
+    assert read(3, 160, 30, 0, 10) == exposed | {"ratio", "bits_per_value"}  # the same pass
+    assert read(2, 80, 10, 0, 10) == exposed | {"ratio", "bits_per_value"}  # before it, read late
+    assert read(5, 160, 30, 40, 20) == exposed | of_weights | {
+        "ratio", "bits_per_value", "weights_ratio"
+    }  # fmt: skip
+
+
+def test_a_reading_keeps_to_what_it_began_with() -> None:
+    sampler, one = Sampler(2), torch.ones(1)
+
+    class Replaced(dict[str, Any]):
+        """Which a pass that ends replaces, or adds to, while it is read."""
+
+        def values(self) -> Any:
+            sampler.begin(2)
+            return super().values()
+
+    sampler.ask(1)
+    sampler.begin(1)
+    sampler.add("a", one, one, None)
+    sampler.end()
+    sampler._norms = Replaced(sampler._norms)
+    sampler.running = True
+    sampler.add("b", one, one, one)
+    assert sampler.squares() == {"a": [1, 1, 0, 0]}
+    assert sampler.squares() == {"b": [1, 1, 0, 1]}
+
+    class Grows:
+        """A state to which a pass adds another while it is counted."""
+
+        def numel(self) -> int:
+            state["more"] = one
+            return 3
+
+        def element_size(self) -> int:
+            return 4
+
+    state: dict[str, Any] = {"residual": Grows()}
+    handle = Saved({"w": SimpleNamespace(state=state)}, 0, 0, 2, None)  # type: ignore[dict-item,arg-type]
+    assert handle._state_bytes() == 12

@@ -68,7 +68,8 @@ def on_ddp(rank: int) -> None:
     model, handle = alone(rank, lambda: DDP(mlp()))
     text = handle.summary()
     numel = sum(p.numel() for p in model.parameters())
-    assert f"DDP module: 6 parameters, {numel:,} values; rank {rank} of {ranks}" in text
+    assert repr(handle) == text.splitlines()[0]
+    assert f"DDP module: 6 parameters, {numel:,} values; rank {rank} of {ranks}" in repr(handle)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:5]}
     assert rows["qsgd:bits=4"] == ["2", "20,000", "4.25", "yes"]
     assert rows["terngrad:form=minmax"][:2] == ["1", "900"]

@@ -260,9 +260,11 @@ def test_an_update_says_whether_it_is_in_force() -> None:
     assert repr(update).startswith("<update to plan 1: pending: ")
     update.wait(60)
     assert repr(update).startswith("<update to plan 1: pending: prepared")
+    assert f"\n  {update}" in str(handle)
     for _ in range(2):
         model(torch.randn(16, 20)).sum().backward()
     assert repr(update) == "<update to plan 1: in force>"
+    assert "update" not in str(handle)
 
     def refuses(plan: Any) -> Any:
         raise ValueError(plan.version)
@@ -271,3 +273,6 @@ def test_an_update_says_whether_it_is_in_force() -> None:
     refused = handle.update(bits=2)
     assert isinstance(caught(lambda: refused.wait(60)), gw.ConfigError)
     assert repr(refused) == "<update to plan 2: refused: the plan before it stays in force>"
+    assert f"\n  {refused}" in str(handle)
+    handle.detach()
+    assert "update" not in str(handle)

@@ -33,6 +33,7 @@ def run(argv: list[str], nodes: int, net: str, **options: object) -> tuple[list[
 @pytest.mark.parametrize("net", NETS)
 def test_nodes_see_what_torchrun_sets(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun has started this process
     nodes = 3
     argv = [sys.executable, "-c", SHOW]
     codes, out, err = run(argv, nodes, net, env={"EXTRA": "1", "PATH": os.environ["PATH"]})
@@ -47,6 +48,7 @@ def test_nodes_see_what_torchrun_sets(net: str, monkeypatch: pytest.MonkeyPatch)
         assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(nodes))
         assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("0", "1")
         assert (env["OMP_NUM_THREADS"], env["EXTRA"]) == ("1", "1")
+        assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # else no rank hosts the store
         if net == "none":
             assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
         else:

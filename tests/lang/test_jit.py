@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 import warnings
@@ -15,7 +17,7 @@ import torch
 from ends import ends, finished
 from gradwire.codecs import QSGD, Identity
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, decode, encode, isa, jit, kernels, native
+from gradwire.lang import ROW, decode, encode, isa, jit, kernel_cache, kernels, native
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -31,8 +33,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
     module = sys.modules["gradwire.lang.kernels"]  # the package also has a function of this name
-    for name in ("_made", "_missing", "announce"):
+    for name in ("_made", "_missing"):
         monkeypatch.setattr(module, name, lru_cache(getattr(module, name).__wrapped__))
+    monkeypatch.setattr(module, "_announced", set())
     return tmp_path / "cache"
 
 
@@ -44,22 +47,35 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def made_once_all_are_ready(rank: int, folder: str) -> int:
-    """Compile SOURCE at the same time as the other ranks."""
+def made_once_all_are_ready(rank: int, folder: str) -> tuple[int, list[str]]:
+    """Compile SOURCE at the same time as the other ranks; its answer, and what was logged."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
     Path(folder, f"ready-{rank}").touch()
     until = time.monotonic() + PATIENCE
     while len(list(Path(folder).glob("ready-*"))) < RANKS and time.monotonic() < until:
         time.sleep(0.001)
-    return int(jit.load(SOURCE).answer())
+    answer = int(jit.load(SOURCE).answer())
+    jit.load(f"{SOURCE}// another").answer()
+    return answer, said
 
 
-def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
     assert jit.load(SOURCE).answer() == 42
     (library,) = (tmp_path / "cache").glob("*.so")
     made = library.stat().st_mtime_ns
+    assert "compiling kernels" in caplog.text
+    caplog.clear()
     jit._load.cache_clear()
+    kernel_cache._tell_of_compiling.cache_clear()
     assert jit.load(SOURCE).answer() == 42
+    assert caplog.text == ""  # of a warm cache nothing is said
     assert library.stat().st_mtime_ns == made
     assert jit.load(SOURCE.replace("42", "43")).answer() == 43
     assert len(list((tmp_path / "cache").glob("*.so"))) == 2
@@ -74,8 +90,9 @@ def test_racing_processes_compile_once(tmp_path: Path) -> None:
         environment={"GRADWIRE_CACHE": str(cache), "GRADWIRE_CC": compiler},
     )  # fmt: skip
     finished(found)
-    assert [end.value for end in found] == [42] * RANKS
-    assert log.read_text() == "run\n"
+    line = f"gradwire: compiling kernels that are not yet in {cache}"
+    assert [end.value for end in found] == [(42, [line]), (42, []), (42, [])]
+    assert log.read_text() == 2 * "run\n"
     assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
 
 
@@ -181,5 +198,5 @@ def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown form 'encoed': use one of encode, "):
+    with pytest.raises(ConfigError, match="unknown form 'encoed': did you mean 'encode'"):
         kernels(QSGD(), forms=["encode", "encoed"])

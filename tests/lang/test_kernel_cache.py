@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import ConfigError
-from gradwire.lang import gpu, jit, kernel_cache
+from gradwire.lang import gpu, isa, jit, kernel_cache, prebuilt
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -49,7 +49,7 @@ def test_a_broken_library_is_compiled_anew(
     file = tmp_path / library.name
     file.write_bytes(BROKEN[how](library.read_bytes()))
     assert answer(tmp_path, monkeypatch) == 42
-    assert kernel_cache._is_whole(file)
+    assert kernel_cache.is_whole(file)
     assert {path.suffix for path in tmp_path.iterdir()} == {".so", ".lock"}
 
 
@@ -160,12 +160,56 @@ def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             with pytest.raises(ConfigError, match=f"GRADWIRE_CACHE=.*/{name.name}: .*{why}"):
                 answer(name, monkeypatch)
 
-    cache.chmod(0o777)
-    refused("others can write to it, and gradwire runs code from there")
+    for unsafe in (0o777, 0o1777, 0o770):
+        cache.chmod(unsafe)
+        refused(f"others can write to {cache} .*, and gradwire runs code from there")
     cache.chmod(0o700)
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     refused(f"belongs to user {me}, ")
+
+
+@pytest.mark.parametrize("through", ["path", "link", "links"])
+def test_the_folders_above_are_closed_to_others(
+    through: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write to one of them may put a folder of theirs in the place of ours."""
+    above, linked = tmp_path / "above", tmp_path / "linked"
+    (above / "mine").mkdir(parents=True)
+    linked.mkdir()
+    (linked / "link").symlink_to("../above/mine")
+    (tmp_path / "links").symlink_to(linked / "link" / "..")
+    named = {"path": above / "mine", "link": linked / "link", "links": tmp_path / "links" / "mine"}
+    cache, open_to_all = named[through] / "cache", [above, *([linked] if "li" in through else [])]
+    for folder in open_to_all:
+        for mode in (0o777, 0o775, 0o1777, 0o755):
+            folder.chmod(mode)
+            if mode in (0o1777, 0o755):  # sticky, such as /tmp: others rename only what is theirs
+                assert answer(cache, monkeypatch) == 42
+                continue
+            said = rf"^GRADWIRE_CACHE=.*/cache: others can write to .*/{folder.name} \(mend it by "
+            with pytest.raises(ConfigError, match=said + r"chmod go-w\), and gradwire runs code"):
+                answer(cache, monkeypatch)
+
+
+def test_what_else_is_code_is_not_where_others_can_write(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilations beside the cache, and prebuilt libraries of another folder."""
+    (level,) = isa.allowed()[-1:]
+    (tmp_path / "open" / "mine").mkdir(parents=True)
+    shutil.copy(library, tmp_path / "open" / "mine" / prebuilt.file_name(level.name))
+    monkeypatch.setenv("GRADWIRE_KERNELS", str(tmp_path / "open" / "mine"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "open" / "mine"))
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
+    assert prebuilt.loaded()[0] is not None
+    assert jit.load(f"{SOURCE}// in a safe folder").answer() == 42
+    (tmp_path / "open").chmod(0o777)
+    prebuilt._loaded.cache_clear()
+    with pytest.raises(ConfigError, match=r"^GRADWIRE_KERNELS=.*: others can write to .*/open "):
+        prebuilt.loaded()
+    with pytest.raises(ConfigError, match=r"^TMPDIR=.*: others can write to .*/open "):
+        jit.load(f"{SOURCE}// in an unsafe one")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a link that belongs to another")
@@ -174,7 +218,7 @@ def test_the_link_of_another_user_is_refused(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     os.lchown(tmp_path / "link", 12345, -1)
-    with pytest.raises(ConfigError, match="/link: it belongs to user 12345, "):
+    with pytest.raises(ConfigError, match=r"/link: .*/link belongs to user 12345, "):
         answer(tmp_path / "link", monkeypatch)
 
 
@@ -190,7 +234,7 @@ def test_without_a_named_cache_the_folders_of_others_are_passed_over(
     second = kernel_cache.folder()
     assert second == (tmp_path / "tmp" / f"gradwire-{os.getuid()}").resolve()
     second.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="home/gradwire: others can write to it; .*others can"):
+    with pytest.warns(RuntimeWarning, match="home/gradwire: others can write to .*; .*others can"):
         third = kernel_cache.folder()
     assert third.stat().st_mode & 0o077 == 0
 

@@ -105,7 +105,7 @@ def test_workspace_may_be_given() -> None:
     workspace = torch.empty(made.layout.workspace_nbytes(rows["numel"]), dtype=torch.uint8)
     made.run("encode", rows, workspace=workspace)
     assert torch.equal(payload, call(codec, "encode", values, target="eager").payload)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ConfigError, match=f"workspace: {workspace.nbytes - 1} bytes are given"):
         made.run("encode", rows, workspace=workspace[:-1])
 
 

@@ -186,3 +186,14 @@ def dumped(state: Any) -> bytes:
 
 def loaded(state: bytes) -> Any:
     return torch.load(io.BytesIO(state))
+
+
+def owed(full: Any) -> dict[str, torch.Tensor]:
+    """The mean over ranks of what was not sent, by parameter."""
+    total: dict[str, Any] = {}
+    for state in full["ranks"]:
+        for name, tensors in state["aggregators"].items():
+            for key in ("residual", "owed"):
+                if key in tensors:
+                    total[name] = total.get(name, 0.0) + tensors[key].double()
+    return {name: residual / full["world_size"] for name, residual in total.items()}

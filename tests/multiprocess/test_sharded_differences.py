@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle, permutations
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from sharded_model import (
     unlike,
 )
 from together import together
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 import gradwire as gw
 from ranks import caught
@@ -126,16 +133,20 @@ def one_version_is_sent_once(rank: int) -> None:
         assert error < 0.1 * exact["first.weight"].abs().max()
     assert exact["first.weight"].abs().max() > 0.8
     optimizer.step()  # without gradients: nothing changes, and nothing is sent
-    before = handle.stats()["weights_wire_bytes"]
-    weights_of(model)
-    assert handle.stats()["weights_wire_bytes"] - before <= 2 * 64 * ranks
+    assert sent(model, handle) <= 2 * 64 * ranks
     with torch.no_grad():
         weight.to_local().mul_(0.5)
-    before = handle.stats()["weights_wire_bytes"]
-    weights_of(model)
-    asked = handle.stats()["weights_wire_bytes"] - before
-    asked -= message_bytes(model, codec_of, ("frozen",)) * (ranks - 1)
+    asked = sent(model, handle) - message_bytes(model, codec_of, ("frozen",)) * (ranks - 1)
     assert 0 < asked <= 2 * 64 * ranks
+
+
+def sent(model: Any, handle: Any) -> int:
+    """Bytes of the weights of a forward."""
+    before = handle.stats()["weights_wire_bytes"]
+    with torch.no_grad():
+        model(batch(0), spare=True)
+    model.reshard()
+    return int(handle.stats()["weights_wire_bytes"] - before)
 
 
 def codec_of(name: str) -> gw.RandomShift | None:
@@ -164,6 +175,96 @@ def what_is_not_finite_does_not_last(rank: int) -> None:
         assert torch.isfinite(value).all(), name
     assert torch.equal(*(of["second.weight"] for of in weights_of(model)))  # sent as they are
     assert not unlike(weights_of(model)[0])
+
+
+class Coder(nn.Module):
+    """Of which a script calls parts: its root has no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.coder, self.decoder, self.trained = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.decode(self.encode(x)))  # type: ignore[no-any-return]
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.coder(x)  # type: ignore[no-any-return]
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(x)  # type: ignore[no-any-return]
+
+
+def parts_are_called_by_themselves(rank: int, keep: str) -> None:
+    """Each computes with the weights of then, whatever has changed them and was called before."""
+    model: Any = Coder()
+    mesh = own_mesh()
+    parts = model.coder, model.decoder
+    for module in (*parts, model.trained, model):
+        fully_shard(module, mesh=mesh)
+    for name in ("encode", "decode"):
+        register_fsdp_forward_method(model, name)
+    if keep == "payload":
+        for part in parts:
+            part.requires_grad_(False)
+    gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)
+    weights = [part.weight for part in parts]
+    optimizer = torch.optim.SGD(weights, lr=1.0, foreach=True)
+
+    def in_place(factor: float) -> None:
+        for weight in weights:
+            weight.to_local().mul_(factor)
+
+    def behind_the_back(factor: float) -> None:
+        for weight in weights:
+            weight.to_local().data.mul_(factor if rank else 1.0)  # on some ranks
+
+    def loaded(factor: float) -> None:
+        model.load_state_dict({n: t * factor for n, t in model.state_dict().items()})
+
+    def stepped(factor: float) -> None:
+        for weight in weights:
+            weight.grad = weight.detach() * (1 - factor)
+        optimizer.step()
+
+    def by_hand(x: torch.Tensor) -> torch.Tensor:
+        model.coder.unshard()
+        found = x @ model.coder.weight.detach().T
+        model.coder.reshard()
+        return found
+
+    x = torch.eye(32)
+    # A call, and the matrices that its result is the product of.
+    calls = {
+        model: [model.coder, model.decoder, model.trained],
+        model.encode: [model.coder],
+        model.decode: [model.decoder],
+        model.decoder: [model.decoder],
+        by_hand: [model.coder],
+    }
+    ways = cycle([in_place, behind_the_back, loaded, stepped])
+    factors = cycle([-2.0, -0.5])
+    model(x).sum().backward()
+    with torch.no_grad():
+        model(x)
+    for before, call in permutations(calls, 2):
+        with torch.inference_mode():
+            before(x)
+        way = next(ways)
+        with torch.no_grad():
+            way(next(factors))
+            wanted = x
+            for part in calls[call]:
+                wanted = wanted @ part.weight.full_tensor().T
+            found = call(x)
+        error = (found - wanted).abs().max() / wanted.abs().max()
+        assert error < 0.05, (before, call, way, error)
+        assert not unlike({"found": found})
+    model.coder.unshard()
+    if rank == 0:  # alone, which gathers nothing, and hangs nothing
+        model.encode(x)
+    model.coder.reshard()
+    assert not unlike({"found": model(x)})
 
 
 def losses_fall_and_the_memory_is_told(rank: int) -> None:
@@ -269,6 +370,7 @@ def test_all_ranks_hold_the_same_weights_and_nothing_drifts() -> None:
         one_version_is_sent_once,
         what_is_not_finite_does_not_last,
         losses_fall_and_the_memory_is_told,
+        *(partial(parts_are_called_by_themselves, keep=keep) for keep in ("reference", "payload")),
         partial(resuming_is_bit_identical, evaluated=True),
         bad_states,
     )

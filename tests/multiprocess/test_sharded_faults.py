@@ -138,7 +138,7 @@ def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str)
     gatherings = [gw.attach(m, weights="randomshift:bits=8", keep=keep) for m in (ours, twin)]
     ours[0].set_modules_to_forward_prefetch([ours[1]])  # a gather may be under way
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (ours, twin)]
-    for step, (records, place) in enumerate([(True, 0), (False, 1), (True, 2)]):
+    for step, (records, place) in enumerate([(True, 1), (False, 0), (True, 2)]):
         hook = ours[place].register_forward_hook(lambda *_: 1 / 0)
         for _ in range(2):
             with torch.set_grad_enabled(records):
@@ -153,6 +153,13 @@ def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str)
         for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
             assert torch.equal(a.to_local(), b.to_local())
     assert gatherings[0].stats()["steps"] == gatherings[1].stats()["steps"] == 3
+    with torch.no_grad():
+        assert torch.equal(ours(x), twin(x))
+        ours[0].register_forward_hook(lambda *_: 1 / 0)
+        assert isinstance(caught(lambda: ours(x)), ZeroDivisionError)
+        for model in (ours, twin):
+            model[2].weight.mul_(2)  # which was not gathered before the exit
+        assert torch.equal(ours[2](x), twin[2](x))
 
 
 def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:

@@ -175,6 +175,20 @@ def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     assert "sends a part of the values" in str(bad)
 
 
+def the_default_dtype_changes_no_level(rank: int) -> None:
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        model, handle, optimizer = made()
+        steps(model, optimizer, 0, 1)
+        torch.set_default_dtype(default)
+        try:
+            learned(handle)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(handle.plan.levels.state())
+    assert found[0] == found[1]
+
+
 def bad_input_is_named(rank: int) -> None:
     model, handle, optimizer = made()
     assert "has no gradient" in str(caught(lambda: learned(handle)))
@@ -195,6 +209,7 @@ def test_levels_are_learned_and_codecs_change_during_training() -> None:
         partial(levels_are_learned_and_equal_on_all_ranks, keep="none"),
         partial(codecs_of_weights_change_during_training, keep="none"),
         partial(resuming_is_bit_identical, keep="reference"),
+        the_default_dtype_changes_no_level,
         bad_input_is_named,
     )
 

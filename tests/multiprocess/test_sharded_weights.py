@@ -26,9 +26,11 @@ from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from unfit_weights import a_mask_is_gathered_as_it_is, values_that_no_codec_holds_may_come_later
 
 import gradwire as gw
 from gradwire.integrations import sharded_attach
+from gradwire.planner.weights import KEEP
 from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.multiprocess
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.multiprocess
 FOUR = {"*": "randomshift:bits=4"}
 GIVEN = (
     ALL,
-    {"*": "qsgd:bits=8:rounding=nearest"},
+    {"*": "qsgd:bits=8"},
     {"*": "randomshift:bits=8:block=256"},
     {"*": "fp8"},
 )
@@ -353,6 +355,11 @@ def test_all_ranks_hold_the_same_weights() -> None:
         payloads_are_kept_where_they_fit,
         *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
         weights_frozen_later_are_those_of_then,
+        *(partial(a_mask_is_gathered_as_it_is, keep=keep) for keep in KEEP),
+        *(
+            partial(values_that_no_codec_holds_may_come_later, keep=keep)
+            for keep in ("payload", "reference")
+        ),
         *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
         partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),
         partial(losses_fall, keep="redraw"),

@@ -13,6 +13,7 @@ from trained import (
     BATCHES,
     CODEC,
     DEVICE,
+    HOW,
     as_under_torchrun,
     compressed,
     data,
@@ -32,7 +33,7 @@ def made() -> tuple[Any, Any, Any, gw.Handle]:
     bare = net()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(bare, optimizer)
-    handle = gw.accelerate.attach(accelerator, model, CODEC, error_feedback=True)
+    handle = gw.accelerate.attach(accelerator, model, CODEC, **HOW)
     return accelerator, model, optimizer, handle
 
 
@@ -65,13 +66,13 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     # One object in the checkpoint, whatever was attached before.
     other.detach()
     assert not other.attached
-    last = gw.accelerate.attach(again[0], resumed, CODEC, error_feedback=True)
+    last = gw.accelerate.attach(again[0], resumed, CODEC, **HOW)
     again[0].load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))
     accelerator = again[0]
     accelerator.free_memory()  # as a function of find_executable_batch_size begins
     model = accelerator.prepare(net())
-    last = gw.accelerate.attach(accelerator, model, CODEC, error_feedback=True)
+    last = gw.accelerate.attach(accelerator, model, CODEC, **HOW)
     accelerator.load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))
     error = caught(lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from trained import (
     BATCHES,
     CODEC,
     DEVICE,
+    HOW,
     as_under_torchrun,
     cluster,
     compressed,
@@ -73,7 +74,7 @@ def fit(
     folder: Path, module: Any, epochs: int, resumes: Any = None, strategy: Any = "ddp",
     accumulate: int = 1,
 ) -> Any:  # fmt: skip
-    callback = gw.lightning.GradwireCallback(CODEC, error_feedback=True)
+    callback = gw.lightning.GradwireCallback(CODEC, **HOW)
     start, logger = AtStart(callback), Logger()
     trainer = L.Trainer(
         **cluster(), strategy=strategy, max_epochs=epochs,
@@ -146,7 +147,7 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
     def made() -> tuple[Any, Any, gw.Handle]:
         bare = net()
         model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
-        return model, optimizer, gw.attach(model, CODEC, error_feedback=True)
+        return model, optimizer, gw.attach(model, CODEC, **HOW)
 
     model, optimizer, handle = made()
     for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
@@ -182,7 +183,7 @@ def fabric_loads_shards(rank: int, folder: Path) -> None:
 
     def made() -> dict[str, Any]:
         model = fabric.setup(net())
-        handle = gw.attach(model, CODEC, error_feedback=True)
+        handle = gw.attach(model, CODEC, **HOW)
         return {"model": model, "gradwire": gw.lightning.state(handle)}
 
     state = made()

@@ -43,7 +43,11 @@ def test_checkpoints_of_lightning_have_all_ranks(tmp_path: Path) -> None:
 def test_checkpoints_of_transformers_have_all_ranks(tmp_path: Path) -> None:
     import transformers_runs as ranks
 
-    both = [ranks.trains_and_resumes, ranks.a_checkpoint_without_gradwire_warns]
+    both = [
+        ranks.trains_and_resumes,
+        ranks.a_checkpoint_without_gradwire_warns,
+        ranks.the_backend_is_of_a_group_that_is_made_first,
+    ]
     all_pass(2, both, tmp_path)
     all_pass(3, [ranks.resumes_on_three], tmp_path)
 

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from trained import (
     BATCHES,
     CODEC,
     DEVICE,
+    HOW,
     as_under_torchrun,
     compressed,
     data,
@@ -49,15 +51,26 @@ class AtStart(transformers.TrainerCallback):
         self.full = self.of.handle.full_state_dict()
 
 
+class Logger(transformers.TrainerCallback):
+    """One of the trainer's, which are called before any that is added later."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append(dict(logs))
+
+
 def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtStart]:
     """A trainer, its callback, and what looks at it."""
     args = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=4,
         use_cpu=DEVICE == "cpu", ddp_backend="gloo", lr_scheduler_type="constant", report_to=[],
-        disable_tqdm=True, save_strategy="epoch", logging_strategy="no", **options,
+        disable_tqdm=True, save_strategy="epoch", logging_steps=2, **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
-    callback = gw.transformers.compress(trainer, CODEC, error_feedback=True)
+    rows = [{"x": x} for x in data()]
+    trainer = transformers.Trainer(Model(), args, train_dataset=rows, callbacks=[Logger()])
+    callback = gw.transformers.compress(trainer, CODEC, **HOW)
     start = AtStart(callback)
     trainer.add_callback(start)
     return trainer, callback, start
@@ -70,6 +83,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     whole.train()
     compressed(callback.handle)
     replicas_alike(flat(whole.model))
+    _logs_have_metrics(whole, rank)
     half = folder / f"checkpoint-{BATCHES}"
     saved = read(half / "gradwire.pt")
     again, _, start = made(folder)
@@ -84,6 +98,20 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert not (folder / f"checkpoint-{3 * BATCHES}" / "gradwire.pt").exists()
     newest.train()
     assert not start.full["ranks"][0]["aggregators"]
+
+
+def _logs_have_metrics(trainer: Any, rank: int) -> None:
+    """Of rank 0 in what is logged of training, for every logger and in the trainer's history."""
+    logger = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Logger))
+    for logged in (logger.logged, trainer.state.log_history):
+        steps = [row for row in logged if "loss" in row]
+        assert len(steps) == len(logged) - 1 == BATCHES  # and the summary of the training
+        for row in logged:
+            found = {key for key in row if key.startswith("gradwire/")}
+            assert ("gradwire/ratio" in found) == bool(found) == (rank == 0 and "loss" in row)
+    if rank == 0:
+        assert logger.logged[0]["gradwire/ratio"] > 4
+        assert "gradwire/nmse" in logger.logged[1]
 
 
 def resumes_on_three(rank: int, folder: Path) -> None:
@@ -112,3 +140,25 @@ def a_checkpoint_without_gradwire_warns(rank: int, folder: Path) -> None:
     with pytest.raises(gw.ConfigError, match="give the Trainer"):
         gw.transformers.compress(trainer.model)
     assert not start.full["ranks"][0]["aggregators"]
+
+
+def the_backend_is_of_a_group_that_is_made_first(rank: int, folder: Path) -> None:
+    """Accelerate and the Trainer refuse its name, and take the group. The last check: it leaves
+    another group behind."""
+    as_under_torchrun(rank)
+    size, store = dist.get_world_size(), f"file://{folder}/group"
+    dist.destroy_process_group()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    dist.init_process_group("gradwire", init_method=store, rank=rank, world_size=size)
+    accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu")
+    model = accelerator.prepare(net())
+    accelerator.backward(model(data()[rank::size].to(DEVICE)).square().mean())
+    args = transformers.TrainingArguments(
+        str(folder / "backend"), max_steps=1, use_cpu=DEVICE == "cpu", report_to=[],
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
+    trainer.train()
+    group: Any = dist.group.WORLD
+    assert [handle.stats()["steps"] for handle in group.models.handles.values()] == [1, 1]
+    assert all(handle.stats()["ratio"] > 4 for handle in group.models.handles.values())

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwire.errors import ConfigError
 from gradwire.transport import Hub, Pending, Transport, shm, shm_library
 from gradwire.transport.shm import Shm, ring_bytes_for
 from products import EXHAUSTIVE
@@ -318,3 +319,12 @@ def test_a_rank_s_memory_is_bounded() -> None:
         assert ring.bit_count() == 1
         assert ring * peers <= max(1 << 21, peers << 17)
         assert ring >= 1 << 17
+
+
+def test_a_message_of_another_kind_is_refused() -> None:
+    """Its bytes are found by its address."""
+    with ends(2) as (a, b):
+        for bad in (torch.zeros(8), torch.zeros(16, dtype=torch.uint8)[::2]):
+            for start, peer in ((a.isend, 1), (b.irecv, 0)):
+                with pytest.raises(ConfigError, match="give contiguous uint8 on the CPU"):
+                    start(bad, peer, 0)

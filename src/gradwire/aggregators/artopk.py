@@ -51,6 +51,7 @@ from gradwire.aggregators import selection
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec, Steps
 from gradwire.codecs import Cast, checks
 from gradwire.collectives import AllGather, AllReduce, Broadcast, Request
+from gradwire.lang import Codec
 from gradwire.lang.forms import FP16_END
 
 LEADERS = ("round_robin", "variance", "auto")
@@ -96,6 +97,10 @@ class ARTopK(Aggregator):
     def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
         return range(world_size if self.leader == "round_robin" else 1)
 
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return (selection.Positions(self.density),)
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         groups = [[c] for c in contexts]
         if self.scope != "layer":  # DDP's order changes
@@ -140,7 +145,7 @@ class _Selection:
         ]
         self.fed = _joined(fed)  # float32[n]
         self.packed = self.fed.new_empty(0, dtype=torch.uint8)  # the leader's positions
-        self.at = torch.empty(0)  # int64[k], unpacked
+        self.at = self.fed.new_empty(0, dtype=torch.int64)  # int64[k], unpacked
         self.error = self.fed.new_zeros(selection.count(density, self.fed.numel()))
         self.leader: torch.Tensor | None = None
 
@@ -157,7 +162,7 @@ class _Selection:
         """The all-gather of what the choice of a leader depends on."""
         self.packed = selection.pack(self.fed, self.density)
         size = self.fed[self._unpacked()].double().square().sum()
-        waited = self.first.state.get(_WAITED, torch.zeros(1)).to(size)
+        waited = self.first.state.get(_WAITED, size.new_zeros(1)).to(size)
         return AllGather(torch.cat([size.view(1), waited]), of=self.first)
 
     def led_by_best(self, scores: torch.Tensor, leader: str) -> Request:

@@ -69,7 +69,8 @@ class Attached:
         if declared.start == "zeros":
             return torch.zeros(declared.local(rank, world_size), dtype=declared.dtype)
         seed = rng.parameter_key(self.keys.shared, name, -1) % _START
-        made = torch.randn(declared.shape, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randn(declared.shape, generator=generator, dtype=torch.float32)
         if declared.kind == "sharded":
             length = declared.local(0, world_size)[declared.dim]
             parts = made.split(max(length, 1), declared.dim)

@@ -26,7 +26,7 @@ def largest_chunks(sizes: Sequence[torch.Tensor], counts: Sequence[int]) -> list
         alike.setdefault((size.numel(), count), []).append(at)
     found = list(sizes)
     for (chunks, count), places in alike.items():
-        index = torch.arange(chunks, device=sizes[0].device)
+        index = torch.arange(chunks, dtype=torch.int64, device=sizes[0].device)
         if count == chunks:
             top = index.expand(len(places), chunks)
         else:  # bits of floats that are not negative are in the order of the floats

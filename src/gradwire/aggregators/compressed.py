@@ -37,6 +37,10 @@ class Encoded(Aggregator):
     def contracts(self) -> bool:  # type: ignore[override]
         return self.codec.contracts
 
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return (self.codec,)
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         if self.scope == "model":
             return (yield from self._as_one(contexts))

@@ -2,11 +2,17 @@
 
 Per parameter, with the gradient g, velocity u, residual r (both zero at first), and N ranks:
 
-    1. g = g * min(1, clip / (sqrt(N) * norm of this rank's gradients))   local clipping
+    1. g = g * min(1, sqrt(N) * clip / norm of this rank's gradients)     local clipping
     2. u = momentum * u + g;  r = r + u                                   momentum correction
     3. send the largest values of r (codec DGC) to all ranks;  r = r - sent
     4. u = 0 where a value was sent                                       momentum factor masking
     5. average = sum of what all ranks sent / N
+
+Local clipping stands for clipping the average, which no rank knows before it sends. The average of
+N unlike gradients (orthogonal, of equal norms) has 1 / sqrt(N) of their norm, so there it does what
+clip_grad_norm_(parameters, clip) does to the average. The more alike the ranks' gradients are, the
+looser it is: the average of equal ones keeps their norm, so it has up to sqrt(N) * clip. (The paper
+divides a rank's gradients by N at once and sends sums: its threshold is clip / sqrt(N).)
 
 So what is sent late was accumulated with the momentum that it would have had. Over all ranks,
 nothing is lost: sum of u + sum of r before = N * average + sum of r after. If fp16 cannot hold a
@@ -70,9 +76,10 @@ class DeepGradientCompression(Encoded):
     Args:
         density: the share of values that each rank sends after the warm-up, above 0 and at most 1.
         momentum: m above, at least 0 and below 1.
-        clip: the largest norm of the average of all gradients, before momentum; replaces
-            clip_grad_norm_. A rank clips its own gradients to clip / sqrt(N) before it accumulates
-            them. The norm is that of all parameters of this aggregator, so nothing is sent before
+        clip: the norm to which the average of unlike gradients is clipped, before momentum; takes
+            the place of clip_grad_norm_. A rank clips its own gradients to sqrt(N) * clip before it
+            accumulates them, so the average of N ranks' equal gradients may have sqrt(N) * clip.
+            The norm is that of all parameters of this aggregator, so nothing is sent before
             backward ends. With a GradScaler, it is of scaled gradients. None: no clipping.
         warmup: steps after attach with larger densities; 0: none.
         values: how values are sent, "fp16" or "fp32".
@@ -191,8 +198,8 @@ class DeepGradientCompression(Encoded):
         ordered = sorted(contexts, key=lambda c: c.name)
         norms = [torch.linalg.vector_norm(c.gradient, dtype=torch.float64) for c in ordered]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        share = self.clip / math.sqrt(contexts[0].world_size)
-        factor = (share / norm).clamp(max=1.0)
+        most = self.clip * math.sqrt(contexts[0].world_size)
+        factor = (most / norm).clamp(max=1.0)
         # Not 0, which would let the rank's finite gradients pass as zeros: no state may change.
         return torch.where(norm.isfinite(), factor, torch.nan).float()
 

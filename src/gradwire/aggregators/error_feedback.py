@@ -37,6 +37,7 @@ import torch
 
 from gradwire.aggregators.contract import find_fault, start_coroutine
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
+from gradwire.lang import Codec
 
 RESIDUAL = "residual"
 _FIRST = 1024  # values that mostly tell a gradient from zeros
@@ -55,6 +56,10 @@ class ErrorFeedback(Aggregator):
     @property
     def scope(self) -> str:  # type: ignore[override]
         return self.inner.scope
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return self.inner.encoders
 
     def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
         return self.inner.steps_to_rehearse(world_size)

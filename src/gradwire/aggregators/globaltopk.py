@@ -29,6 +29,7 @@ from gradwire.aggregators.local import keep_residual, with_residual
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import checks
 from gradwire.collectives import AllReduce
+from gradwire.lang import Codec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class GlobalTopK(Aggregator):
 
     def __post_init__(self) -> None:
         checks.number(self, "density", above=0, most=1)
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return (selection.Positions(self.density),)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         contexts, given = sorted(contexts, key=lambda c: c.name), contexts  # DDP's order changes

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from gradwire.aggregators.protocol import Context
+from gradwire.errors import CodecError
 from gradwire.lang import Codec, kernels, rng
-from gradwire.lang.rows import ROW
+from gradwire.lang.rows import ROW, check_memory
 
 _PHASE = 1 << 32  # of the random numbers here; the encodings of collectives have small ones
 
@@ -38,7 +39,9 @@ def run_local(
         factor: multiplier of decoded values.
 
     Raises:
-        ConfigError: the kernels could not be made; see `gradwire.lang.kernels`.
+        ConfigError: the kernels could not be made, see `gradwire.lang.kernels`; or values are not
+            as described.
+        CodecError: a payload's memory has another size, or is not contiguous.
     """
     if not values:
         return
@@ -47,10 +50,15 @@ def run_local(
     k = kernels(codec, torch.float32, "triton" if on_gpu else "auto", [form])
     rows = np.zeros(len(values), ROW)
     for row, value, payload in zip(rows, values, payloads, strict=True):
-        assert value.dtype == torch.float32, value.dtype
-        assert payload.nbytes == k.layout.nbytes(value.numel()), (payload.nbytes, value.numel())
-        row["values"], row["payload"] = value.data_ptr(), payload.data_ptr()
-        row["numel"] = value.numel()
+        numel = value.numel()
+        check_memory(str(codec), "values", value, numel, torch.float32, device)
+        nbytes, whole = k.layout.nbytes(numel), payload.is_contiguous()
+        if payload.nbytes != nbytes or not whole or payload.device != device:
+            raise CodecError(
+                f"{codec}: a payload of {numel} values is {nbytes} contiguous bytes on {device}, "
+                f"not {payload.nbytes} on {payload.device}{'' if whole else ', not contiguous'}"
+            )
+        row["values"], row["payload"], row["numel"] = value.data_ptr(), payload.data_ptr(), numel
     if keys is not None:
         rows["shared"] = keys
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():

@@ -131,12 +131,11 @@ class PowerSGD(Aggregator):
 
     def _factored(self, low: Sequence[Context]) -> list[Factored]:
         sides = [(c.shape[0], math.prod(c.shape[1:])) for c in low]
-        like = low[0].gradient.device if low else None
+        device = low[0].gradient.device if low else None
         r, rows, columns = self.rank, [n for n, _ in sides], [m for _, m in sides]
-        left = torch.empty(r * sum(rows), device=like).split([r * n for n in rows])
-        own, right = (
-            torch.empty(r * sum(columns), device=like).split([r * m for m in columns])
-            for _ in range(2)
+        left, own, right = (
+            torch.empty(r * sum(of), dtype=torch.float32, device=device).split([r * k for k in of])
+            for of in (rows, columns, columns)
         )
         made = []
         for at, (c, (n, m)) in enumerate(zip(low, sides, strict=True)):
@@ -154,7 +153,8 @@ class PowerSGD(Aggregator):
     def _basis(self, context: Context, columns: int) -> torch.Tensor:
         if self.warm:
             return context.state[_BASIS].contiguous()
-        drawn = torch.randn(columns, self.rank, generator=context.generator())
+        shape, generator = (columns, self.rank), context.generator()
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
         return drawn.to(context.gradient.device)
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.collectives import Request
-from gradwire.errors import ConfigError
-from gradwire.lang import rng
+from gradwire.errors import ConfigError, use_one_of
+from gradwire.lang import Codec, rng
 
 KINDS = ("per_rank", "replicated", "sharded")
 
@@ -50,7 +50,7 @@ class StateSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"a state's kind is {self.kind!r}: use one of {', '.join(KINDS)}")
+            raise ConfigError(f"a state's kind is {self.kind!r}: {use_one_of(self.kind, KINDS)}")
         if self.start not in ("zeros", "normal"):
             raise ConfigError(f"a state's start is {self.start!r}: use 'zeros' or 'normal'")
         if self.kind == "per_rank" and not self.dtype.is_floating_point:
@@ -164,6 +164,12 @@ class Aggregator:
     own_feedback: ClassVar[bool] = False
     serves_one_rank: ClassVar[bool] = False
     replaces_momentum: ClassVar[bool] = False
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        """The codecs whose kernels take most of its time: where they would be interpreted, `attach`
+        gives its parameters bf16 instead. None, where torch computes it."""
+        return ()
 
     def at(self, step: int) -> Aggregator:
         """The aggregator as it is in a step, where options depend on the step."""

@@ -17,7 +17,7 @@ from gradwire.aggregators.protocol import Aggregator
 from gradwire.aggregators.thc import THC
 from gradwire.aggregators.topkc import TopKC
 from gradwire.codecs.text import merged, parse
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec, code_lines
 
@@ -30,6 +30,14 @@ REGISTRY: dict[str, type[Aggregator]] = {
     "globaltopk": GlobalTopK,
     "dgc": DeepGradientCompression,  # of the same name: the codec inside it
 }
+
+# Of names that `attach` takes besides, and of other libraries.
+_MEANT = {"none": "none", "auto": "auto", **codecs.ELSEWHERE}
+
+# Of all codecs and aggregators.
+OPTIONS = frozenset(f.name for made in REGISTRY.values() for f in dataclasses.fields(made)) | {
+    *codecs.OPTIONS, "algorithm", "scope"
+}  # fmt: skip
 
 Method = str | Codec | Aggregator | None  # how a user says that gradients are averaged
 
@@ -65,8 +73,8 @@ def get(method: Any, **options: Any) -> Aggregator:
     options = merged(method, parsed, options)
     if name not in REGISTRY:
         if name not in codecs.REGISTRY:
-            known = ", ".join({**codecs.REGISTRY, **REGISTRY})
-            raise ConfigError(f"unknown codec or aggregator {name!r}: use one of {known}")
+            meant = use_one_of(name, {**codecs.REGISTRY, **REGISTRY}, _MEANT)
+            raise ConfigError(f"unknown codec or aggregator {name!r}: {meant}")
         own = _own_options(options)
         return Compressed(codecs.get(name, **options), **own)
     made = REGISTRY[name]
@@ -85,8 +93,9 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
         settled, own = codecs.options(codec), _own_options(options)
         for option in options:
             if option not in settled:
-                known = ", ".join(settled) or "none"
-                raise ConfigError(f"{codec} has no option {option!r}: it has {known}")
+                raise ConfigError(
+                    f"{codec} has no option {option!r}: {use_one_of(option, settled)}"
+                )
         codec = dataclasses.replace(codec, **options)  # type: ignore[type-var]
         return dataclasses.replace(aggregator, codec=codec, **own)
     _check(type(aggregator), str(aggregator), options)
@@ -147,5 +156,4 @@ def _check(made: type[Aggregator], name: str, options: dict[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(made)]
     for option in options:
         if option not in known:
-            allowed = f"use one of {', '.join(known)}" if known else "it takes none"
-            raise ConfigError(f"{name!r} has no option {option!r}: {allowed}")
+            raise ConfigError(f"{name!r} has no option {option!r}: {use_one_of(option, known)}")

@@ -227,7 +227,7 @@ def advance(
                     resolved.spec, resolved.keys, c.step | round_bits, rank, world_size
                 )
             except ConfigError as error:
-                raise aggregator_error(coroutine.aggregator, c.name, number, str(error)) from error
+                raise aggregator_error(coroutine.aggregator, c.name, number, str(error)) from None
             coroutine.results.append(request.result(resolved.spec, item, rank, world_size))
             part = parts.get(resolved.route)
             if part is None:

@@ -62,7 +62,7 @@ def unpack(packed: torch.Tensor, density: float, numel: int) -> torch.Tensor:
     low, high = packed[:end].view(-1, COUNT_NBYTES).long().unbind(1)
     counts = low + 256 * high
     counts[-1] += k - counts.sum()  # 0, unless nothing was sent, as in a rehearsal
-    first = torch.arange(blocks, device=packed.device) * made.block
+    first = torch.arange(blocks, dtype=torch.int64, device=packed.device) * made.block
     return first.repeat_interleave(counts, output_size=k) + _codes(packed[end:], k, made.position)
 
 

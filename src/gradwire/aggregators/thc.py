@@ -41,7 +41,7 @@ from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import Saturating, checks
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
-from gradwire.lang import layout
+from gradwire.lang import Codec, layout
 
 _ROTATIONS = ("partial", "full", "none")
 
@@ -98,6 +98,10 @@ class THC(Aggregator):
         if self.rotation == "none":
             return self.chunk <= 8 * self.most**2
         return math.log(2 * self.chunk) + 1 <= 2 * self.most**2
+
+    @property
+    def encoders(self) -> tuple[Codec, ...]:
+        return (Rounded(self.chunk, self.most, self.rotation == "partial"), self.wire)
 
     def saturates(self, world_size: int) -> bool:
         """Whether a sum of so many ranks' numbers can saturate."""
@@ -196,7 +200,7 @@ class THC(Aggregator):
 
     def _measure(self, contexts: Sequence[Context], sums: Sequence[torch.Tensor]) -> None:
         """Write the metrics."""
-        ends = torch.zeros(len(sums), device=sums[0].device)
+        ends = torch.zeros(len(sums), dtype=torch.float32, device=sums[0].device)
         if self.saturates(contexts[0].world_size):
             run_local(Ends(self.wire.most), "encode", sums, ends.split(1))
         for c, s, share in zip(contexts, sums, ends.split(1), strict=True):

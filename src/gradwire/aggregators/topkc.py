@@ -203,7 +203,8 @@ class _Vector:
         self._order: torch.Tensor | None = None  # the step's permutation, equal on all ranks
         self.values = self._whole
         if permuted:
-            order = torch.randperm(self._whole.numel(), generator=self.first.generator())
+            numel, generator = self._whole.numel(), self.first.generator()
+            order = torch.randperm(numel, generator=generator, dtype=torch.int64)
             self._order = order.to(self._whole.device)
             self.values = self._whole[self._order]
 

@@ -23,7 +23,7 @@ from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.algorithms.hierarchical_all_gather import HierarchicalAllGather
 from gradwire.algorithms.hierarchical_reduce_scatter import HierarchicalReduceScatter
 from gradwire.algorithms.protocol import Algorithm, Sizes
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 __all__ = [
     "OF",
@@ -62,5 +62,5 @@ def get(name: str) -> Algorithm:
         ConfigError: unknown name; the message lists the known ones.
     """
     if name not in REGISTRY:
-        raise ConfigError(f"unknown algorithm {name!r}; known: {', '.join(sorted(REGISTRY))}")
+        raise ConfigError(f"unknown algorithm {name!r}: {use_one_of(name, sorted(REGISTRY))}")
     return REGISTRY[name]

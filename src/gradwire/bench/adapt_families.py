@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gradwire.aggregators import Aggregator
 from gradwire.controllers import FAMILIES, Bits, Density, Family, Mixture, Rank, registry
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 REFERENCES = ("qsgd:bits=4", "topk:density=0.01", "powersgd:rank=4")
 
@@ -49,7 +49,7 @@ def compared(
     """
     unknown = next((name for name in families or () if name not in FAMILIES), None)
     if unknown is not None:
-        raise ConfigError(f"--families {unknown}: use {', '.join(FAMILIES)}")
+        raise ConfigError(f"--families {unknown}: {use_one_of(unknown, FAMILIES)}")
     made = {text: registry.family(text) for text in references}
     made = {k: replace(f, blocks=blocks) if isinstance(f, Bits) else f for k, f in made.items()}
     found = [_with_levels(text, own) for text, own in made.items()]

@@ -111,7 +111,9 @@ class _Shapes(torch.nn.Module):
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         super().__init__()
-        self.layers = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self.layers = torch.nn.ParameterList(
+            torch.zeros(shape, dtype=torch.float32) for shape in shapes
+        )
 
     def forward(self) -> None:
         """Nothing; but DDP prepares for a backward."""
@@ -247,7 +249,10 @@ def main(arguments: list[str]) -> None:
     idle, *measured = [_Measured(name, shapes) for name in (None, *config.methods)]
     numel = sum(gradient.numel() for gradient in gradients)
     # In no cache: so many that what was copied is displaced before its turn comes again.
-    arrays = [torch.zeros(numel) for _ in range(max(2, min(64, _COLD // (4 * numel))))]
+    arrays = [
+        torch.zeros(numel, dtype=torch.float32)
+        for _ in range(max(2, min(64, _COLD // (4 * numel))))
+    ]
     copies: list[float] = []
     turns = _WARM_UP + config.turns
     for turn in range(turns):

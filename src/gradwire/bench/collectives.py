@@ -158,7 +158,8 @@ class _Matrix(torch.nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
         side = max(d for d in range(1, int(numel**0.5) + 1) if numel % d == 0)
-        self.weight = torch.nn.Parameter(torch.zeros(side, numel // side))
+        zeros = torch.zeros(side, numel // side, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(zeros)
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
         return torch.dot(self.weight.view(-1), gradient)
@@ -208,7 +209,7 @@ class _TimedMethod:
         self.steps += 1
         self.sent = self.applied.traffic(self.steps).wire_bytes - sent
         self.link_sent = _link_bytes() - on_link
-        slowest = torch.tensor(self.model.seconds)
+        slowest = torch.tensor(self.model.seconds, dtype=torch.float32)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if counts:
             self.seconds.append(float(slowest))
@@ -253,5 +254,6 @@ def _link_bytes() -> int:
 
 def _gradient_of(rank: int, numel: int) -> torch.Tensor:
     """The gradient of `rank`: normal values, with a scale that varies as between layers."""
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
-    return values.mul_(torch.linspace(0.1, 1.0, numel))
+    generator = torch.Generator().manual_seed(1000 + rank)
+    values = torch.randn(numel, generator=generator, dtype=torch.float32)
+    return values.mul_(torch.linspace(0.1, 1.0, numel, dtype=torch.float32))

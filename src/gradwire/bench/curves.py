@@ -155,20 +155,20 @@ def _check() -> dict[str, float]:
 
 def _memory() -> float:
     """Bytes per second that one copy moves."""
-    source, target = torch.zeros(1 << 23), torch.zeros(1 << 23)
+    source, target = (torch.zeros(1 << 23, dtype=torch.float32) for _ in range(2))
     return source.nbytes / _median(lambda: target.copy_(source), turns=9)
 
 
 def _tiny(comm: Communicator, segments: int) -> float:
     """Seconds of a small all-reduce on the slower rank: the 10th percentile, to exclude noise."""
     options = gradwire.Options(segments=segments)
-    values = torch.zeros(VALUES)
+    values = torch.zeros(VALUES, dtype=torch.float32)
     turns = []
     for step in range(_ROUNDS):
         dist.barrier()
         begun = time.perf_counter()
         gradwire.all_reduce(values, "identity", group=comm, step=step, options=options)
-        spent = torch.tensor(time.perf_counter() - begun)
+        spent = torch.tensor(time.perf_counter() - begun, dtype=torch.float32)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         turns.append(float(spent))
     return sorted(turns)[_ROUNDS // 10]

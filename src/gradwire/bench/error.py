@@ -76,7 +76,7 @@ class Measured:
             ConfigError: `attach` would refuse it.
         """
         blank = [
-            (name, torch.empty(shape, device="meta"))
+            (name, torch.empty(shape, dtype=torch.float32, device="meta"))
             for name, shape in map(recording.parameters.__getitem__, _compressed(recording))
         ]
         rules = replace(Rules(default=self.inner), feedback=feedback)

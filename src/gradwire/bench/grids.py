@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from gradwire.bench import train
 from gradwire.bench.report.quantities import DASH, digits, network, seconds, size
 from gradwire.bench.train_config import TrainConfig
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 Row = dict[str, Any]
 Cells = Mapping[tuple[str, str], str]
@@ -127,7 +127,7 @@ def plan(name: str, quick: bool = False, **given: Any) -> tuple[Grid, TrainConfi
         ConfigError: there is none with this name, or as `train.plan`.
     """
     if name not in GRIDS:
-        raise ConfigError(f"--grid {name}: use one of {', '.join(GRIDS)}")
+        raise ConfigError(f"--grid {name}: {use_one_of(name, GRIDS)}")
     grid = GRIDS[name].quick() if quick else GRIDS[name]
     return grid, train.plan(methods=grid.methods, sharded=True, quick=quick, **given)
 

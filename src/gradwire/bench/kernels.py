@@ -31,7 +31,7 @@ from gradwire import codecs as codec_table
 from gradwire.bench import interleaved, memory, methods, workers
 from gradwire.bench.provenance import stamped
 from gradwire.codecs import Codec
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
 
 NUMEL = {"cpu": 2**24, "cuda": 2**26}
@@ -76,11 +76,11 @@ def run(
             or no Triton, for device cuda.
     """
     if device not in TARGETS:
-        raise ConfigError(f"unknown device {device!r}: use one of {', '.join(TARGETS)}")
+        raise ConfigError(f"unknown device {device!r}: {use_one_of(device, TARGETS)}")
     for target in targets or ():
         if target not in TARGETS[device]:
-            known = ", ".join(TARGETS[device])
-            raise ConfigError(f"unknown target {target!r} on {device}: use one of {known}")
+            known = use_one_of(target, TARGETS[device])
+            raise ConfigError(f"unknown target {target!r} on {device}: {known}")
     if device == "cuda":
         reason = gpu.missing() or ("Triton interprets" if gpu.interpreting() else None)
         if reason is not None:
@@ -173,7 +173,8 @@ class _Arrays:
     """The arrays that kernels, and the copy, read and write."""
 
     def __init__(self, layout: Layout, numel: int, device: str, seed: int) -> None:
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(numel, generator=generator, dtype=torch.float32)
         self.values = values.to(device)
         self.result = torch.zeros_like(self.values)  # decoded: `values` are the same for every op
         self.residual = torch.zeros_like(self.values)

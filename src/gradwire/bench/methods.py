@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -38,9 +37,10 @@ from gradwire.bench.torch_hooks import Applied, Options, Traffic, of_handle, rin
 from gradwire.bench.watching_methods import AUTO, FLEXIBLE
 from gradwire.codecs.text import parse as parse_text
 from gradwire.collectives.calling import check_seed
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, nearest, use_one_of
 from gradwire.integrations.choices import family_of, policy_of
 from gradwire.lang import Codec
+from gradwire.lang.kernels import MEND, uncompiled
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
 
@@ -82,8 +82,9 @@ class Method:
             shapes: (name, shape) of the model's parameters; none checks the name and options alone.
 
         Raises:
-            ConfigError: gradwire does not know the codec, an option or the algorithm, or the method
-                cannot average such parameters on so many ranks.
+            ConfigError: gradwire does not know the codec, an option or the algorithm, this machine
+                has no compiled kernels for the codec, or the method cannot average such parameters
+                on so many ranks.
         """
         if self.kind == FLEXIBLE:
             watching_methods.check_flexible(self.options)
@@ -92,12 +93,17 @@ class Method:
         if self.automatic:
             watching_methods.auto_options(self.options)
             return
-        options = self._made()[1]
+        made, options = self._made()
+        reason = uncompiled(made.encoders) if options.target == "auto" else None
+        if reason is not None:
+            raise _uncompiled(f"method {self.name!r}", reason)
         if not shapes:
             return
         own, given, _ = _split(self.options)
         of_rules = {k: given[k] for k in _OF_RULES if k in given}
-        blank = [(name, torch.empty(shape, device="meta")) for name, shape in shapes]
+        blank = [
+            (name, torch.empty(shape, dtype=torch.float32, device="meta")) for name, shape in shapes
+        ]
         try:
             check_seed(given.get("seed", 0))
             check_coalesce_bytes(given.get("coalesce_bytes", 0))
@@ -154,8 +160,8 @@ class Method:
     def _beside(self) -> str:
         """What else could have been meant by an option that the codec does not have."""
         others = (*_OF_ATTACH, *_OF_OPTIONS, *(_OF_REPLAN if "policy" in self.options else ()))
-        own = [name for name in self.options if name not in others]
-        found = [repr(near) for name in own for near in get_close_matches(name, others, 1, 0.85)]
+        own = [name for name in self.options if name not in {*others, *registry.OPTIONS}]
+        found = [repr(near) for name in own if (near := nearest(name, others))]
         return f" (did you mean {', '.join(found)}?)" if found else ""
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
@@ -214,11 +220,10 @@ def parse(text: str) -> Method:
     if kind in {*codecs.REGISTRY, *registry.REGISTRY, AUTO, FLEXIBLE}:
         kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
-        raise ConfigError(
-            f"unknown method {text!r}; known: {', '.join(NAMED)}, truncate:ratio=R, {AUTO}, "
-            f"{FLEXIBLE}, or CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec "
-            "list`"
-        )
+        several = "CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec list`"
+        known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, several]
+        others = {name: name for name in {**codecs.REGISTRY, **registry.REGISTRY}}
+        raise ConfigError(f"unknown method {text!r}: {use_one_of(kind, known, others)}")
     try:
         codec, options = parse_text(rest)
     except ConfigError as error:
@@ -259,15 +264,29 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
         ConfigError: gradwire does not know one of them.
     """
     if options["codec"] == AUTO:
-        return gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options))
+        return compiled(gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options)))
     own, given, run = _split(options)
     least = given.pop("least", 0)
     if least:
         named = model.module.named_parameters()
         given["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
     how = gradwire.Options(**run)
-    handle: gradwire.Handle = gradwire.attach(model, options=how, **given, **own)
+    return compiled(gradwire.attach(model, options=how, **given, **own))
+
+
+def compiled(handle: gradwire.Handle) -> gradwire.Handle:
+    """The handle.
+
+    Raises:
+        ConfigError: bf16 is sent in place of its codec, so rows of that name would be false.
+    """
+    if handle.plan.rules.uncompiled:
+        raise _uncompiled("a rank", handle.plan.rules.uncompiled)
     return handle
+
+
+def _uncompiled(what: str, reason: str) -> ConfigError:
+    return ConfigError(f"{what}: no compiled kernels to measure: {reason}; {MEND}")
 
 
 def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,9 @@ that computes while the CPU is free. The gradients live on the CPU and travel ov
 shared memory where gradwire finds it. Methods take turns; a turn begins with a step that is not
 timed. Seconds are those of the slowest rank, and medians over turns.
 
-A row per method: part ("step METHOD"), available, detail, method, ranks, net, numel, and
+A row per method: part ("step METHOD"), available, detail, method, ranks, net, numel, machines
+(how many the ranks are on), transport (of gradwire's messages), load and cores (of the busiest
+machine: processes that ran or waited for a core in the minute before, on average), and
 
     step_seconds            forward, backward and averaging
     compute_seconds         forward and backward without averaging
@@ -15,7 +17,8 @@ A row per method: part ("step METHOD"), available, detail, method, ranks, net, n
     exposed_seconds         step_seconds - compute_seconds: what computing does not hide
     turn_seconds            step_seconds of every turn
 
-The last row: part "verdict", available (whether compression pays), detail (why, in sentences).
+The last row: part "verdict", available (whether compression pays), detail (lines of text: the
+verdict first, the line to write last).
 All rows have `run` (gradwire.bench.provenance).
 """
 
@@ -28,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench import memory, network_verdict, workers
+from gradwire.bench import memory, methods, network_verdict, workers
 from gradwire.bench.provenance import stamped
 from gradwire.bench.world import World, started_by_torchrun
 from gradwire.errors import ConfigError
@@ -124,10 +127,13 @@ def run(
     """Yield the rows: a row per method, and the verdict.
 
     Raises:
+        ConfigError: this machine has no compiled kernels.
         WorkerError: a rank failed.
         TransportError: torchrun's ranks cannot be joined.
     """
     world, config = wanted.world, wanted.config
+    for name in config.methods:
+        methods.parse(name).check()
     if world.joins:
         measured = join(wanted, advance)
     else:
@@ -153,6 +159,7 @@ def _row(measured: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
         statistics.median(measured[key]) for key in ("steps", "computing", "communicating")
     )
     method = measured["method"]
+    where = where | {key: measured[key] for key in ("machines", "transport", "load", "cores")}
     exposed = max(0.0, step - compute)
     return {
         "part": f"step {method}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from torch import nn
 
 from gradwire.bench import methods, workers
 from gradwire.bench.network import StepConfig
+from gradwire.groups import communicator
+from gradwire.transport.shm_handshake import machine_name
 
 _ROWS = 64  # of a batch, per rank
 _WARM_UP = 2  # DDP's buckets are rebuilt after the first step
@@ -57,7 +60,7 @@ class _StandIn(nn.Module):
             layers = zip(self.batches, self.weights, strict=True)
             return torch.stack([_layer(batch, weight).mean() for batch, weight in layers]).sum()
         time.sleep(_FORWARD * pause)
-        value = torch.zeros((), requires_grad=True)
+        value = torch.zeros((), dtype=torch.float32, requires_grad=True)
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
             seconds = (1 - _FORWARD) * pause * weight.numel() / self.numel
             value = _Pause.apply(value, weight, gradient, seconds)  # type: ignore[no-untyped-call]
@@ -67,7 +70,7 @@ class _StandIn(nn.Module):
 def _batch(weight: torch.Tensor) -> torch.Tensor:
     """What a layer is given, with a gradient of its own, as between the layers of a model."""
     columns = weight.flatten(1).shape[1] if weight.dim() > 1 else weight.numel()
-    return torch.randn(_ROWS, columns).requires_grad_()
+    return torch.randn(_ROWS, columns, dtype=weight.dtype, requires_grad=True)
 
 
 def _layer(batch: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -124,6 +127,7 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
 
     Methods take turns, in an order that rotates.
     """
+    load = os.getloadavg()[0]  # of the minute before
     torch.manual_seed(dist.get_rank())
     of = [[make(shape) for shape in config.shapes] for make in (torch.zeros, torch.randn)]
     pause = config.compute_seconds
@@ -133,10 +137,11 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
             entrant.turn()
         for times in entrant.times.values():
             times.clear()
+    where = _where(load)
     begun = time.monotonic()
     for turn in range(config.turns):
         advance(f"turns of {', '.join(config.methods)}", turn, config.turns)
-        spent = torch.tensor(time.monotonic() - begun)
+        spent = torch.tensor(time.monotonic() - begun, dtype=torch.float32)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         if turn >= _FEWEST and float(spent) > config.budget_seconds:
             break
@@ -145,7 +150,23 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
             entrant.turn()
     for entrant in entrants:
         entrant.applied.remove()
-    return [{"method": entrant.name, **entrant.times} for entrant in entrants]
+    return [{"method": entrant.name, **entrant.times, **where} for entrant in entrants]
+
+
+def _where(load: float) -> dict[str, Any]:
+    """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's load
+    and cores."""
+    transport = communicator().transport
+    own = machine_name(), getattr(transport, "name", type(transport).__name__)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (*own, load, os.cpu_count() or 1))
+    machines, transports, loads, cores = zip(*found, strict=True)
+    busiest = max(range(len(found)), key=lambda rank: float(loads[rank] / cores[rank]))
+    names = {name for one in transports for name in one.split("+")}
+    return {
+        "machines": len(set(machines)), "transport": "+".join(sorted(names)),
+        "load": round(loads[busiest], 2), "cores": cores[busiest],
+    }  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:

@@ -159,7 +159,8 @@ class _Layers(torch.nn.Module):
         super().__init__()
         side = int((numel / (parameters / 2)) ** 0.5)
         self.layers = torch.nn.ParameterList(
-            torch.zeros(side, side) if i % 2 else torch.zeros(side) for i in range(parameters)
+            torch.zeros((side, side) if i % 2 else side, dtype=torch.float32)
+            for i in range(parameters)
         )
 
     def forward(self) -> torch.Tensor:

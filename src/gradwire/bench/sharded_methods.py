@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.aggregators import Compressed, registry
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
 
 POLICY = "param fp32, reduce fp32"  # of every method, as rows have it
@@ -99,7 +99,7 @@ _FORMS = (
     *("gradwire:w=CODEC:g=CODEC", "qsdp:w=BITS[diff]:g=BITS[:learned]"),
     "truncate:w=RATIO:g=RATIO",
 )
-KNOWN = ", ".join([*NAMED, *_FORMS])
+KNOWN = (*NAMED, *_FORMS)
 _OPTIONS: dict[str, dict[str, Any]] = {
     "keep": {name: name for name in KEEP},
     "error_feedback": {"true": True, "false": False},
@@ -127,7 +127,8 @@ def parse(text: str) -> ShardedMethod:
     if text in NAMED:
         return NAMED[text]
     if not knows(text):
-        raise ConfigError(f"unknown method {text!r} with --sharded; known: {KNOWN}")
+        known = use_one_of(text, KNOWN)
+        raise ConfigError(f"unknown method {text!r} with --sharded: {known}")
     kind, *parts = (part.strip() for part in text.split(":"))
     if kind == "truncate":
         return ShardedMethod(text, False, "fp32", "fp32", ratios=_ratios(text, parts))

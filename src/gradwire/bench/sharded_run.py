@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import gradwire
 from gradwire.bench.method_run import MethodRun
+from gradwire.bench.methods import compiled
 from gradwire.bench.sharded_comms import TorchGather, TorchScatter
 from gradwire.bench.sharded_methods import LEARN_AT, ShardedMethod
 from gradwire.bench.tasks import Score, Task
@@ -184,7 +185,9 @@ def _applied(method: ShardedMethod, model: nn.Module) -> Applied:
         return Applied(
             lambda steps: Traffic(gather.wire_bytes + scatter.wire_bytes, None, gather.wire_bytes)
         )
-    handle = gradwire.attach(model, method.gradients, weights=method.weights, **method.options)
+    handle = compiled(
+        gradwire.attach(model, method.gradients, weights=method.weights, **method.options)
+    )
 
     def traffic(steps: int) -> Traffic:
         stats = handle.stats()

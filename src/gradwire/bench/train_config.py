@@ -171,7 +171,7 @@ class TrainConfig:
         if self.sharded and not of_sharded and _is_of_ddp(name):
             raise ConfigError(
                 f"method {name!r} averages DDP's gradients: leave --sharded out, or use "
-                + sharded_methods.KNOWN
+                + ", ".join(sharded_methods.KNOWN)
             )
         return sharded_methods.parse(name) if self.sharded else methods.parse(name)
 

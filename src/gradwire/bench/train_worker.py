@@ -204,7 +204,7 @@ class Training:
             return
         # At most a twentieth of the time goes into saving.
         pause = max(self.config.save_seconds, 20 * self.saving_seconds)
-        due = torch.tensor([int(not runs or time.monotonic() - self.saved_at >= pause)])
+        due = torch.tensor(not runs or time.monotonic() - self.saved_at >= pause, dtype=torch.int64)
         dist.broadcast(due, 0)
         if not due.item():
             return
@@ -230,7 +230,7 @@ class Training:
         turn += len(runs) * statistics.median(self.evaluation_seconds)
         turn *= len(self.config.methods) / len(runs)  # others train after these
         turns = 1 + max(1, int((budget - spent) / turn))
-        agreed = torch.tensor([min(self.config.steps, turns * every)])
+        agreed = torch.tensor(min(self.config.steps, turns * every), dtype=torch.int64)
         dist.broadcast(agreed, 0)
         self.steps = int(agreed.item())
         self.length_fixed = True
@@ -242,7 +242,7 @@ class Training:
         evaluated = [event for event in self.kept if event["event"] == "evaluation"]
         for run in runs:
             mine = [e for e in evaluated if (e["method"], e["seed"]) == (run.name, run.seed)]
-            chosen = torch.tensor([int(varies(mine))])
+            chosen = torch.tensor(varies(mine), dtype=torch.int64)
             dist.broadcast(chosen, 0)
             if chosen.item():
                 save_end(folder, run.name, dist.get_rank(), run.state())

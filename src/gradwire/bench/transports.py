@@ -91,7 +91,7 @@ def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
         count = max(2, min(_STREAM_MOST, _STREAM_BYTES // size))
         messages = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
         usual = statistics.median(round_trips(transports["gloo"], data, 9, next(tags)))
-        share = torch.tensor(usual)
+        share = torch.tensor(usual, dtype=torch.float32)
         dist.broadcast(share, 0)
         times = max(3, min(300, int(_TURN_S / float(share))))
         latencies: dict[str, list[float]] = {name: [] for name in transports}

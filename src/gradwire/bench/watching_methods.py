@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.bench.torch_hooks import Applied, Options, of_handle
 from gradwire.controllers.flexible import check_pymoo
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.integrations.flexible import check_numbers
 
 AUTO, FLEXIBLE = "auto", "flexible"
@@ -84,5 +84,4 @@ def _flexible_options(options: Options) -> dict[str, Any]:
 
 def _check(method: str, given: Options, known: tuple[str, ...]) -> None:
     for name in (one for one in given if one not in known):
-        options = ", ".join(known)
-        raise ConfigError(f"method {method}: no option {name!r}; known: {options}")
+        raise ConfigError(f"method {method} has no option {name!r}: {use_one_of(name, known)}")

@@ -45,8 +45,9 @@ def doctor(
     """What is available here; with --ranks, whether compression pays.
 
     With --ranks, or under torchrun, a training step is measured with fp32, 16 bit and gradwire:
-    its computing against its communication. Under torchrun it joins the ranks that torchrun has
-    started, so it measures the network between them.
+    its computing against its communication. The verdict comes first, and ends in the line to write;
+    what is available here is then in --json alone. Under torchrun it joins the ranks that torchrun
+    has started, so it measures the network between them.
     """
     from gradwire.bench import network
     from gradwire.doctor import examine
@@ -56,13 +57,14 @@ def doctor(
         network.join(wanted)  # rank 0 has the rows
         return
     with output(json_file) as out:
-        out.rows(examine(), ["part", "available", "detail"])
-        if wanted is not None:
-            columns = ["method", "step_seconds", "compute_seconds", "communication_seconds"]
-            rows = out.measured(
-                lambda advance: network.run(wanted, advance), [*columns, "exposed_seconds"]
-            )
-            out.say(rows[-1]["detail"])
+        if wanted is None:
+            out.rows(examine(), ["part", "available", "detail"])
+            return
+        out.quiet(lambda advance: examine())
+        *steps, verdict = out.quiet(lambda advance: network.run(wanted, advance))
+        out.say(verdict["detail"])
+        columns = ["method", "step_seconds", "compute_seconds", "communication_seconds"]
+        out.table(steps, [*columns, "exposed_seconds"])
 
 
 @codec.command("list")
@@ -139,6 +141,32 @@ def codec_build(
             )
         except (jit.CompileError, OSError) as error:
             raise ConfigError(f"nothing was built: {error}") from error
+
+
+@codec.command("cache")
+def codec_cache(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove them: they are compiled anew on next use.")
+    ] = False,
+    json_file: Json = None,
+) -> None:
+    """The kernels that were compiled on first use: where they are kept, and how large they are.
+
+    Kernels that came with the installation are not among them, nor are the caches of Triton.
+    """
+    from gradwire.lang import kernel_cache
+
+    found = kernel_cache.files()
+    row = {
+        "folder": str(kernel_cache.folder()),
+        "files": len(found),
+        "bytes": sum(path.stat().st_size for path in found),
+        "removed": clear,
+    }
+    with output(json_file) as out:
+        for path in found if clear else ():
+            path.unlink(missing_ok=True)  # a process that runs keeps what it has loaded
+        out.rows([row], [*row])
 
 
 @lab.command("run", context_settings={"allow_interspersed_args": False})

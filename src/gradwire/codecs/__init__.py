@@ -27,7 +27,7 @@ from gradwire.codecs.terngrad import TernGrad
 from gradwire.codecs.text import merged, parse
 from gradwire.codecs.threelc import ThreeLC
 from gradwire.codecs.topk import TopK
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang.codec import Codec, check_codec, source_lines
 from gradwire.lang.forms import derive
 
@@ -55,6 +55,14 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "saturating": (Saturating, {}),
     "lowrank": (LowRank, {}),
 }
+
+# What other libraries call a codec, for an error.
+ELSEWHERE = {
+    "int8": "qsgd:bits=8", "8bit": "qsgd:bits=8", "int4": "qsgd:bits=4", "4bit": "qsgd:bits=4",
+    "float32": "identity", "fp32": "identity", "float16": "fp16", "half": "fp16",
+    "bfloat16": "bf16", "float8": "fp8", "sign": "onebit", "signsgd": "onebit", "1bit": "onebit",
+    "3lc": "threelc",
+}  # fmt: skip
 
 # The names of gradwire.aggregators.registry, which imports this package: named here for an error.
 _AGGREGATORS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk")
@@ -118,13 +126,14 @@ def get(codec: str | Codec, **options: Any) -> Codec:
             "loses nothing"
         )
     if name not in REGISTRY:
-        raise ConfigError(f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}")
+        raise ConfigError(f"unknown codec {name!r}: {use_one_of(name, REGISTRY, ELSEWHERE)}")
     made, settled = REGISTRY[name]
     known = [option for option in _fields(made) if option not in settled]
     for option in options:
         if option not in known:
-            allowed = f"use one of {', '.join(known)}" if known else "it takes none"
-            raise ConfigError(f"codec {name!r} has no option {option!r}: {allowed}")
+            raise ConfigError(
+                f"codec {name!r} has no option {option!r}: {use_one_of(option, known)}"
+            )
     factory: Callable[..., Codec] = made
     return factory(**settled, **options)
 
@@ -162,3 +171,7 @@ def listing() -> list[dict[str, Any]]:
 
 def _fields(made: type[Codec]) -> list[str]:
     return [f.name for f in dataclasses.fields(made)]  # type: ignore[arg-type]
+
+
+# Of all codecs.
+OPTIONS = frozenset(option for made, _ in REGISTRY.values() for option in _fields(made))

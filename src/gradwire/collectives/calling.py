@@ -17,7 +17,7 @@ from gradwire.collectives.operation import OPS
 from gradwire.collectives.options import Options
 from gradwire.collectives.typed import Request
 from gradwire.engine import Communicator, Outcome
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.lang import Codec, rng
 
@@ -94,8 +94,15 @@ def options_of(options: Options | None, algorithm: str | None) -> Options:
     return options if algorithm is None else replace(options, algorithm=algorithm)
 
 
-def codec_of(codec: str | Codec | None, codec_options: Mapping[str, object]) -> Codec | None:
-    """The codec of a name or object; None: values travel uncompressed. Raises ConfigError."""
+def codec_of(
+    call: Callable[..., object], codec: str | Codec | None, codec_options: Mapping[str, object]
+) -> Codec | None:
+    """The codec of a name or object that `call` was given; None: values travel uncompressed.
+
+    Raises:
+        ConfigError: an unknown name or option, or a misspelt argument of `call`.
+    """
+    check_keywords(call, codec_options, codecs.OPTIONS)
     if codec == "none":
         codec = None
     if codec is None and codec_options:

@@ -72,7 +72,8 @@ def all_reduce(
     check_residual(residual, tensor.numel())
     kept = None if residual is None else residual.view(-1)
     values = flat(tensor)
-    request = AllReduce(values, op_of(op), kept, codec=codec_of(codec, codec_options))
+    wire = codec_of(all_reduce, codec, codec_options)
+    request = AllReduce(values, op_of(op), kept, codec=wire)
     return _in_place("all_reduce", tensor, request, algorithm, group, async_op, seed, step, name,
                      options)  # fmt: skip
 
@@ -107,7 +108,7 @@ def broadcast(
     """
     check_tensor("tensor", tensor)
     values = flat(tensor)
-    request = Broadcast(values, root, codec=codec_of(codec, codec_options))
+    request = Broadcast(values, root, codec=codec_of(broadcast, codec, codec_options))
     return _in_place("broadcast", tensor, request, algorithm, group, async_op, seed, step, name,
                      options)  # fmt: skip
 

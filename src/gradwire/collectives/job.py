@@ -23,6 +23,7 @@ from gradwire.engine.message import Envelope, check, seal, version_of
 from gradwire.engine.thread_driver import Outgoing
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
+from gradwire.lang.rows import check_memory
 from gradwire.partition import Spec
 from gradwire.transport import Loan
 
@@ -264,42 +265,11 @@ def check_item(
 ) -> None:
     """Raise ConfigError unless an item's memory matches its spec: kernels get bare addresses."""
     numel = spec.extent(comm.world_size) if operation.shards else spec.numel
-    check_memory(spec, "values", item.values, numel, spec.dtype, device)
+    check_memory(spec.name, "values", item.values, numel, spec.dtype, device)
     if spec.feedback:
-        check_memory(spec, "residual", item.residual, spec.numel, torch.float32, device)
+        check_memory(spec.name, "residual", item.residual, spec.numel, torch.float32, device)
     if item.home is not None:
         _, shard, _ = spec.shards(comm.world_size)[comm.rank]
-        check_memory(spec, "shard", item.home, shard, spec.dtype, device)
+        check_memory(spec.name, "shard", item.home, shard, spec.dtype, device)
     if not 0 <= item.step < 1 << 63:
         raise ConfigError(f"{spec.name}: step is {item.step}; it must be 0 or more")
-
-
-def check_memory(
-    spec: Spec,
-    what: str,
-    tensor: torch.Tensor | None,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Raise ConfigError unless `tensor` is contiguous and no lazy view (conjugate, negative)."""
-    if tensor is None:
-        raise ConfigError(f"{spec.name}: `{what}` is missing")
-    # torch releases the GIL in these checks, so they are made only where a lazy view is possible: a
-    # negative view of real dtype is every other value of a complex one, hence not contiguous.
-    lazy = (dtype.is_complex or numel == 1) and (tensor.is_conj() or tensor.is_neg())
-    as_it_must_be = (
-        tensor.numel() == numel
-        and tensor.dtype is dtype
-        and tensor.device == device
-        and tensor.is_contiguous()
-        and not lazy
-    )
-    if not as_it_must_be:
-        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
-        if lazy:
-            layout = "a view that negates its imaginary part"
-        raise ConfigError(
-            f"{spec.name}: `{what}` holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
-            f"{layout}; it must hold {numel} x {dtype}, contiguous on {device}"
-        )

@@ -16,7 +16,7 @@ from gradwire.algorithms import OF
 from gradwire.codecs import TBQ, Identity, RandomK
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec, Exact
 from gradwire.partition import Spec
 
@@ -98,7 +98,7 @@ def check_legal(operation: Operation, spec: Spec, options: Options, world_size: 
         try:
             as_they_are.itemsize(spec.dtype)
         except ConfigError as error:  # of a quantised tensor
-            raise ConfigError(f"{what} is not defined: {error}") from error
+            raise ConfigError(f"{what} is not defined: {error}") from None
     if isinstance(spec.codec, Exact) and spec.codec != as_they_are:
         raise ConfigError(
             f"{what} through {spec.codec} is not defined: that codec is internal; give codec=None"
@@ -129,7 +129,7 @@ def check_algorithm(operation: Operation, options: Options, world_size: int, wha
     known = OF[operation.verb]
     if options.algorithm not in known:
         raise ConfigError(
-            f"{what} has no algorithm {options.algorithm!r}: use {' or '.join(known)}"
+            f"{what} has no algorithm {options.algorithm!r}: {use_one_of(options.algorithm, known)}"
         )
     if operation.shards and options.between == "grid":
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 OPS = ("sum", "avg", "min", "max")
 REDUCING = ("all_reduce", "reduce_scatter")
@@ -31,7 +31,7 @@ class Operation:
     def __post_init__(self) -> None:
         assert self.verb in VERBS, self.verb
         if self.verb in REDUCING and self.op not in OPS:
-            raise ConfigError(f"op {self.op!r}: {self.verb} takes {', '.join(map(repr, OPS))}")
+            raise ConfigError(f"op={self.op!r}: {use_one_of(self.op, OPS)}")
         assert self.verb in REDUCING or not self.op, self
 
     @property

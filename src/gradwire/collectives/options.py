@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire import algorithms
 from gradwire.algorithms.hierarchical import BETWEEN, INSIDE
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang.kernels import TARGETS
 
 
@@ -21,7 +21,8 @@ class Options:
         segments: pipeline units per chunk; None chooses by size: more of them over a network.
         checksum: whether messages carry one; None: if any message leaves the memory of its
             machine. Messages over NCCL have none.
-        target: which kernels ("auto", "c", "eager"); all produce the same bytes.
+        target: which kernels ("auto", "c", "eager"); all produce the same bytes. Without a compiler
+            "auto" lets `attach` send bf16 in place of codecs, and "eager" interprets them.
         threads: per kernel; None: torch.get_num_threads().
         partitions: for parameter_server: the number of partitions; None: one per rank.
         nodes: for hierarchical: the machine of each rank, any numbers; None: from host names and
@@ -58,7 +59,7 @@ class Options:
             raise ConfigError(f"algorithm={self.algorithm!r}: give a name, as text")
         algorithms.get(self.algorithm)
         if self.target not in TARGETS:
-            raise ConfigError(f"target {self.target!r}; known: {', '.join(TARGETS)}")
+            raise ConfigError(f"target={self.target!r}: {use_one_of(self.target, TARGETS)}")
         for name in ("segments", "threads", "partitions"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -73,8 +74,8 @@ class Options:
                 f"nodes={nodes!r}: give a tuple of the machine of each rank, as numbers"
             )
         for name, known in (("inside", INSIDE), ("between", BETWEEN)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+            if (given := getattr(self, name)) not in known:
+                raise ConfigError(f"{name}={given!r}: {use_one_of(given, known)}")
         if self.checksum not in (True, False, None):
             raise ConfigError(f"checksum={self.checksum!r}: use True, False, or None")
         for name in ("coordinated", "batched"):

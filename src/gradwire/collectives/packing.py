@@ -22,6 +22,7 @@ import numpy as np
 
 from gradwire.engine import HEADER_BYTES, Graph
 from gradwire.engine.message import ALIGNMENT, word_sum
+from gradwire.errors import ConfigError
 from gradwire.lang import Layout, layout
 from gradwire.lang.layout import COUNT_NBYTES
 from gradwire.partition import Partition
@@ -166,7 +167,11 @@ def _packing(cut: Partition, segment: int, chunk: int) -> Packing | None:
     most = np.zeros(len(kind), dtype="i8")
     for lay, of_kind in alike:
         most[of_kind] = [lay.nbytes(n) for n in numel[of_kind].tolist()]
-    assert most.max() < 1 << 32, "a table has 32 bits per row"
+    if most.max() >= 1 << 32:
+        raise ConfigError(
+            f"a payload of up to {most.max():,} bytes, of a length that depends on data: its "
+            "message has 32 bits for the length; use a lower density, or smaller parameters"
+        )
     counted = [
         _counted(lay, of_kind, begin[of_kind], numel[of_kind])
         for lay, of_kind in alike

@@ -81,7 +81,7 @@ def reduce_scatter(
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
     if chosen.algorithm == "hierarchical":
         values = values.clone()  # sums of machines replace some of them
-    wire = codec_of(codec, codec_options)
+    wire = codec_of(reduce_scatter, codec, codec_options)
     request = ReduceScatter(values, op_of(op), residual=kept, home=home, codec=wire)
     running, _ = begin(comm, request, name, seed, step, chosen)
 
@@ -131,7 +131,8 @@ def all_gather(
     comm = communicator_of("all_gather", group, async_op)
     _check_shards(comm, whole=("output", output), shard=("input", input))
     values, own = _flat_home(output), flat(input)
-    request = AllGather(own, into=values, codec=codec_of(codec, codec_options))
+    wire = codec_of(all_gather, codec, codec_options)
+    request = AllGather(own, into=values, codec=wire)
     running, _ = begin(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.collectives.job import Item, check_memory
+from gradwire.collectives.job import Item
 from gradwire.collectives.legal import uncompressed
 from gradwire.collectives.operation import OPS, Operation
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, rng
 from gradwire.lang.codec import check_codec
+from gradwire.lang.rows import check_memory
 from gradwire.partition import Spec
 
 _operation = lru_cache(maxsize=256)(Operation)
@@ -189,7 +190,7 @@ class AllGather(Request):
         all_values, extent = self.into, spec.extent(world_size)
         if all_values is None:  # memory between shards must be equal on all ranks, too
             all_values = own.new_zeros(extent) if self.stride else own.new_empty(extent)
-        check_memory(spec, "into", all_values, extent, spec.dtype, own.device)
+        check_memory(spec.name, "into", all_values, extent, spec.dtype, own.device)
         if all_values.dim() != 1:
             raise ConfigError(f"{spec.name}: `into` has {all_values.dim()} dimensions, not 1")
         shard = all_values[at : at + length]

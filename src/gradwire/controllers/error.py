@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 METRICS = ("l2", "squared")
 
@@ -28,7 +28,7 @@ METRICS = ("l2", "squared")
 def check_metric(metric: object) -> None:
     """Raise ConfigError unless it is one of `METRICS`."""
     if metric not in METRICS:
-        raise ConfigError(f"metric={metric!r}: use one of {', '.join(map(repr, METRICS))}")
+        raise ConfigError(f"metric={metric!r}: {use_one_of(metric, METRICS)}")
 
 
 def terms(norms: np.ndarray, metric: str) -> np.ndarray:

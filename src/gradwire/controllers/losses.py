@@ -98,7 +98,7 @@ def _ranges(
     parts = [part for part in parts if part.numel()]
     low = torch.cat([part.amin(1) for part in parts]).double()
     high = torch.cat([part.amax(1) for part in parts]).double()
-    counts = torch.cat([torch.full((len(p),), float(p.shape[1])).double() for p in parts])
+    counts = torch.cat([torch.full((len(p),), p.shape[1], dtype=torch.float64) for p in parts])
     return _stored(low, metadata, up=False), high, counts
 
 
@@ -163,7 +163,7 @@ def _subspace(a: torch.Tensor, rank: int) -> torch.Tensor:
     somewhat too small, so errors are somewhat too large."""
     generator = torch.Generator().manual_seed(0)
     width = min(a.shape[1], rank + max(8, rank // 4))
-    q = torch.randn(a.shape[1], width, generator=generator)
+    q = torch.randn(a.shape[1], width, generator=generator, dtype=torch.float32)
     for _ in range(_STEPS):
         q = torch.linalg.qr(a.T @ (a @ q)).Q
     squares: torch.Tensor = torch.linalg.svdvals((a @ q).double()).square().flip(0)

@@ -18,7 +18,7 @@ from gradwire.controllers.kmeans import KMeans
 from gradwire.controllers.lgreco import LGreco
 from gradwire.controllers.linear import Linear
 from gradwire.controllers.policy import Policy, Uniform
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 REGISTRY: dict[str, type[Policy]] = {
     made.name: made for made in (Uniform, Linear, KMeans, Bayes, LGreco, Accordion, AccordionLGreco)
@@ -42,7 +42,7 @@ def get(text: str) -> Policy:
     text, _, budget = text.partition(":budget=")
     name, options = parse(text)
     if name not in REGISTRY:
-        raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(REGISTRY)}")
+        raise ConfigError(f"unknown policy {name!r}: {use_one_of(name, REGISTRY)}")
     made = REGISTRY[name]
     accordion = issubclass(made, Accordion | AccordionLGreco)
     known = tuple(one.name for one in dataclasses.fields(made) if not one.kw_only)
@@ -50,8 +50,9 @@ def get(text: str) -> Policy:
         known = _ACCORDION
     for option in options:
         if option not in known:
-            allowed = f"use one of {', '.join(known)}" if known else "it takes none"
-            raise ConfigError(f"policy {name!r} has no option {option!r}: {allowed}")
+            raise ConfigError(
+                f"policy {name!r} has no option {option!r}: {use_one_of(option, known)}"
+            )
     of = budget.strip() or None
     if made is AccordionLGreco:
         return AccordionLGreco(Accordion(**options), budget=of)  # type: ignore[arg-type]
@@ -66,12 +67,13 @@ def family(reference: str) -> Family:
     """
     name, options = parse(reference)
     if name not in REFERENCES:
-        raise ConfigError(f"reference {reference!r}: use {', '.join(REFERENCES)}")
+        raise ConfigError(f"reference {reference!r}: {use_one_of(name, REFERENCES)}")
     made, known = REFERENCES[name]
     unknown = next((option for option in options if option not in known), None)
     if unknown is not None:
-        raise ConfigError(f"reference {reference!r}: {name} takes {', '.join(known)}")
+        meant = use_one_of(unknown, known)
+        raise ConfigError(f"reference {reference!r}: {name} has no option {unknown!r}: {meant}")
     try:
         return made(**options)
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"reference {reference!r}: {error}") from error
+        raise ConfigError(f"reference {reference!r}: {error}") from None

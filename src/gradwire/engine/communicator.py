@@ -30,7 +30,7 @@ from gradwire.engine.tag_ranges import TagRanges
 from gradwire.engine.topology import RankInfo, Topology
 from gradwire.engine.watchdog import Watchdog
 from gradwire.engine.workers import ending
-from gradwire.errors import GradwireError, TransportError, in_global_ranks
+from gradwire.errors import GradwireError, TransportError, again, in_global_ranks
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
 from gradwire.transport.torch_p2p import destroyed
@@ -319,7 +319,7 @@ class Communicator:
     def check(self) -> None:
         """Raises what broke this group, if anything did."""
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
 
     # ---- failure and closing -------------------------------------------------------------------
 

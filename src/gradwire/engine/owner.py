@@ -22,7 +22,7 @@ from gradwire.engine.cuda_streams import StreamFuture
 from gradwire.engine.identity import MOST_WINDOW, call_tag, scope_tag
 from gradwire.engine.thread_driver import Flight, Outcome, Work
 from gradwire.engine.workers import TicketLanes
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, again
 
 if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
@@ -153,7 +153,7 @@ class Owner:
         """Raise the error that broke the group or this owner, if any."""
         self.comm.check()
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
 
     def new_lanes(self) -> TicketLanes:
         """New lanes for a ticket."""

@@ -41,3 +41,19 @@ def agree_over(comms: Sequence[Communicator], what: str, description: list[str])
                 description = ["(differs between ranks)"]
     if error is not None:
         raise error
+
+
+def first_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
+    """The first text that is not empty of those that all ranks tell; "" if there is none.
+
+    Args:
+        comms: which each rank asks in turn, so that what one has learned reaches the next.
+
+    Raises:
+        TransportError: as `agree_over`.
+    """
+    with failing_together(comms):
+        for comm in comms:
+            told = comm.tell_all(what, mine.encode())
+            mine = next((text.decode() for text in told if text), "")
+    return mine

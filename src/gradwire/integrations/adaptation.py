@@ -34,12 +34,14 @@ from gradwire.integrations.choices import GRADIENTS, Methods, Target, targets_of
 from gradwire.integrations.deciding import Decider, Deciders, Ruling, Window, reason
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.serial import Serial
+from gradwire.integrations.state import of_job
 from gradwire.integrations.switch import Switch, Update
 from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
 from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
 
+State = Mapping[str, Any]
 _POLL_S = 0.2
 
 
@@ -117,6 +119,7 @@ class Adaptation:
         self._remade, self._adopt, self._shards, self._buckets = remade, adopt, shards, buckets
         self._name, self._record = f"{owner.key}/{name}", record
         self._trial: BucketTrial | None = None
+        self._trials = 0
         # None: no trial has ended
         self._weights: dict[str, float] | None = None if before is None else before._weights
         pieces = shards is not None
@@ -173,8 +176,10 @@ class Adaptation:
         if not wanted or self.passes != AFTER or GRADIENTS not in self._targets:
             return False
         assert self._buckets is not None  # attach refuses it elsewhere
+        self._trials += 1  # another, once a state from before the first is loaded
+        key = f"{self._name}/trial {self._trials}"
         self._trial = BucketTrial(
-            self._targets[GRADIENTS], self._owner, self._name, self._switch, self._remade,
+            self._targets[GRADIENTS], self._owner, key, self._switch, self._remade,
             self._buckets, self._serial, self._weighed,
         )  # fmt: skip
         return True
@@ -306,7 +311,7 @@ class Adaptation:
                 self._go_on()
 
     def _changed(self, methods: Methods, before: Plan) -> Plan:
-        return self._remade(*with_methods(replace(before, version=before.version + 1), methods))
+        return self._with(methods, replace(before, version=before.version + 1))
 
     def _is_stale(self, window: Window, kind: str, grown: float | None) -> bool:
         assert self.replan.stale is not None
@@ -362,7 +367,8 @@ class Adaptation:
         found: dict[str, Any] = {
             "passes": self.passes,
             "methods": {},
-            "byte_weights": self._weights,
+            # While a trial runs, ranks learn them at different times.
+            "byte_weights": self._weights if self._trial is None else None,
         }
         for kind, target in self._targets.items():
             methods = target.methods(self._switch.plan)
@@ -371,49 +377,48 @@ class Adaptation:
             found[kind] = self._deciders[kind].state(methods)
         return found
 
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on where `state` was taken, with the methods of then; does nothing if the policy has
-        no state there. All ranks call it between two passes; it waits until decisions have ended.
+    def loading(self, states: Sequence[State]) -> tuple[Plan, Callable[[], None]] | None:
+        """Check what states of one or all ranks of a saved job have of the policy, once decisions
+        have ended. All ranks call it between two passes.
+
+        Returns:
+            The plan in force once it is loaded, with the methods of then; and what loads it. None:
+            they have nothing of a policy.
 
         Raises:
             ConfigError: it is something else.
         """
-        saved = states[0].get("policy") if states else None
+        saved = of_job(states).get("policy")
         if saved is None:
-            return
+            return None
         self._serial.wait()
         try:
-            passes = int(saved["passes"])
-            weights = saved.get("byte_weights")
+            passes, weights = saved["passes"], saved.get("byte_weights")
+            if type(passes) is not int or passes < 0:
+                raise ValueError(f"passes={passes!r:.60}")
             weights = None if weights is None else {n: float(w) for n, w in weights.items()}
-            methods = {kind: self._methods(kind, saved["methods"]) for kind in self._targets}
-            for kind, decider in self._deciders.items():
-                decider.load(saved[kind], methods[kind])
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            methods = {k: of.named(saved["methods"][k]) for k, of in self._targets.items()}
+            loads = [
+                decider.loading(saved.get(kind, {}), methods[kind])
+                for kind, decider in self._deciders.items()
+            ]
+            plan = self._with(methods, self._switch.plan)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"load_state_dict: the state has {saved!r:.60} for 'policy' ({error}): it is not a "
                 "result of Handle.state_dict with this policy"
             ) from None
-        self.passes, self._sums, self._count, self.running = passes, {}, 0, False
-        self._waiting = None
-        self._weights = weights
-        self._switch.change(lambda plan: self._remade(*with_methods(plan, methods)))
-        self._adopt()
 
-    def _methods(self, kind: str, saved: Mapping[str, Mapping[str, str]]) -> dict[str, Aggregator]:
-        """Of every parameter of a target, from what a state has of them."""
-        target = self._targets[kind]
-        given = {name: aggregators.get(text) for name, text in saved[kind].items()}
-        for name, method in given.items():
-            if method not in target.family.methods(target.shapes[name]):
-                raise ValueError(f"{name} has {method}")
-        return dict.fromkeys(target.shapes, target.reference) | given
+        def load() -> None:
+            self.passes, self._sums, self._count, self.running = passes, {}, 0, False
+            self._waiting = self._trial = None
+            self._weights = weights
+            for load_decider in loads:
+                load_decider()
+            self._switch.change(partial(self._with, methods))
+            self._adopt()
 
+        return plan, load
 
-def refuse_update(adaptation: Adaptation | None) -> None:
-    """Raise ConfigError for an update by the user where a policy makes them."""
-    if adaptation is not None:
-        raise ConfigError(
-            f"update: the policy {adaptation.policy.name} changes this handle's plan: detach, and "
-            "attach without one"
-        )
+    def _with(self, methods: Methods, plan: Plan) -> Plan:
+        return self._remade(*with_methods(plan, methods))

@@ -80,11 +80,9 @@ class Alone(Reductions):
     def expected(self) -> Expected:
         return expected_all_reduce(self.switch.plan, self.owner.comm)
 
-    def loading(self, states: Sequence[State]) -> Callable[[], None]:
-        def load() -> None:
-            self.drop_residuals()
-
-        return load
+    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
+        self.drop_residuals(merged)
+        return _nothing
 
     def remove(self) -> None:
         super().remove()

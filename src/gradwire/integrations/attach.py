@@ -12,11 +12,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.aggregators.registry import Method
+from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.controllers import Policy
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, check_keywords, nearest
 from gradwire.groups import communicator
 from gradwire.integrations.alone import attach_alone
 from gradwire.integrations.auto import Auto
@@ -32,6 +32,7 @@ from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
+from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import in_hand, original
 from gradwire.planner import Plan, Rules, WeightRules, make_plan
 from gradwire.planner.files import PlanFile
@@ -82,7 +83,8 @@ def attach(
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
             list`), a Codec, an Aggregator, or None for no compression. "auto", for DDP, measures
-            and decides (docs/how-to/automatic.md).
+            and decides (docs/how-to/automatic.md). On the CPU, where a rank can compile no kernels,
+            bf16 is sent instead, with a warning (docs/reference/kernels.md).
         include: name patterns ("*.bias") to compress although they have fewer dimensions. Names
             are those of the bare model, without the segments `_orig_mod` and
             `_checkpoint_wrapped_module` of torch.compile and activation checkpointing.
@@ -105,7 +107,9 @@ def attach(
         weights: of an FSDP2 module: the codec in which its weights are gathered ("randomshift",
             8 bits in blocks of 1024; see docs/how-to/fsdp2.md); None leaves that to FSDP2. Vectors
             and parameters of fewer than 4096 values are gathered uncompressed. Or name pattern ->
-            codec, of which the first match counts; what matches none is gathered uncompressed.
+            codec, of which the first match counts; what matches none is gathered uncompressed, and
+            so is what holds values that are not finite. Forward, backward and the module's
+            `unshard()` give decoded weights; the optimizer's shards are exact.
         keep: what a rank keeps of weights that it gathered for forward. "payload", the default: the
             payloads of all ranks, so that backward gathers nothing, in the memory of the compressed
             model; payloads of groups that are not trained are kept on, until somebody changes them.
@@ -139,6 +143,7 @@ def attach(
             algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
             disagree (the first parameter that differs is named).
     """
+    check_keywords(attach, codec_options, OPTIONS)
     chosen = options_of(options, algorithm)
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
@@ -182,6 +187,10 @@ def attach(
                 "attach: a plan says how each parameter is sent: leave codec and its options, "
                 "include, exclude, codecs, error_feedback and weights out"
             )
+        if isinstance(plan, str) and not os.path.exists(plan) and nearest(plan, ["measured"]):
+            raise ConfigError(
+                f"attach: plan={plan!r}: did you mean 'measured'? No file has this name"
+            )
         pinned = plan if isinstance(plan, PlanFile) else PlanFile.read(plan)
         codec, codecs, weights = None, pinned.by_name(), pinned.weights_by_name()
     given: dict[str, Any] = {
@@ -208,7 +217,6 @@ def attach(
         shards = plan_sharded(model, rules, weights=used, options=chosen)
         if pinned is not None:
             pinned.check([p.name for p in shards.plan.parameters])
-        warn_of_bias(shards.plan, shards.trained.groups.size)
         return _told(shards.handle(seed, adaptive))
     if not isinstance(model, DistributedDataParallel):
         WeightRules.of(weights, keep)  # for FSDP2, which is not used in a single process
@@ -225,7 +233,6 @@ def attach(
         raise ConfigError(
             "this module already has a handle attached: call its detach() before attaching again"
         )
-    warn_of_bias(planned.plan, model.process_group.size())
     return _told(planned.handle(seed, adaptive, auto))
 
 
@@ -270,28 +277,38 @@ class Planned:
         seed: int,
         adaptive: tuple[Policy, Replan] | None = None,
         auto: Auto | None = None,
+        call: str = "gw.attach",
     ) -> Handle:
-        """Attach, with a policy, automatic or neither; raises ConfigError if ranks disagree, or the
-        policy has no choice."""
+        """Attach, with a policy, automatic or neither, as the user's `call`; raises ConfigError if
+        ranks disagree, or the policy has no choice."""
         if adaptive is not None:
             targets_of(self.plan, adaptive[1].mixed)
         comm, state = communicator(self.model.process_group), hook_state(self.model)
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         agreed += [] if auto is None else [repr(auto)]
-        comm.agree("the call of gw.attach", [*agreed, *self.plan.describe()])
+        plan, device = self.plan, self.named[0][1].device
+        plan = available(plan, self._planned, device, [comm], adaptive, auto)
+        comm.agree("the call of gw.attach", [*agreed, *plan.describe()])
+        warn_of_bias(plan, comm.world_size, call)
         name = comm.handle_name(original(self.model.module), self.named[0][0])
         owner = comm.owner(f"the {name}")
         unused = self.model.find_unused_parameters
-        members = members_of(self.plan, seed, comm.rank, state.attached, unused)
+        members = members_of(plan, seed, comm.rank, state.attached, unused)
         state.attached += 1
-        reductions = Buckets(self.model, state, self.named, self.plan, members, owner)
+        reductions = Buckets(self.model, state, self.named, plan, members, owner)
         made = Handle(reductions, seed, comm.rank, StateGather([self.model.process_group]))
+        if plan.rules.uncompiled:  # there is nothing to choose from
+            return made
         if adaptive is not None:
             adapt(reductions, *adaptive)
         if auto is not None and comm.world_size > 1:  # a single rank sends nothing
             automate(reductions, auto)
         return made
+
+    def _planned(self, rules: Rules) -> Plan:
+        of = self.model.process_group.size(), self.plan.options, self.plan.coalesce_bytes
+        return make_plan(self.named, rules, *of)
 
 
 def plan_ddp(

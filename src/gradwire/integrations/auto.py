@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from gradwire.sim.rank import Overheads
 
 # Of the engine, on a machine that has not been measured (`gradwire probe` measures it).
 _ENGINE = Overheads(start=4e-4, task=4e-5, post=1e-5, check=4e-6, check_byte=2e-11)
+_REPLAN = Replan()
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Auto:
     codecs: Sequence[str] = ("qsgd:bits=4",)
     methods: Sequence[str] = ()
     policy: Policy | str | None = "lgreco"
-    replan: Replan = field(default_factory=Replan)
+    replan: Replan = _REPLAN
     seconds: float = 3.0
     trial: int = 8
     close: float = 1.3

@@ -373,22 +373,6 @@ def _tried(of: Mapping[str, Any]) -> str:
     return f"{of['setting']}: {1e3 * of['seconds']:.4g} ms{wanted}"
 
 
-def without_plan(states: Sequence[Mapping[str, Any]], plan: Plan) -> list[Mapping[str, Any]]:
-    """Saved states as of the plan in force, whatever plan was in force when they were saved: what
-    automatic mode chooses has no state, and it begins anew."""
-    now = {p.name: {key: p.facts()[key] for key in ("codec", "feedback")} for p in plan.parameters}
-
-    def fitted(name: str, facts: Any) -> Any:
-        return {**facts, **now[name]} if isinstance(facts, Mapping) and name in now else facts
-
-    return [
-        {**one, "parameters": {name: fitted(name, f) for name, f in one["parameters"].items()}}
-        if isinstance(one.get("parameters"), Mapping)
-        else one
-        for one in states
-    ]
-
-
 def refuse_changes(automatic: Automatic | None) -> None:
     """Raise ConfigError for an update by the user where automatic mode makes them."""
     if automatic is not None:

@@ -24,7 +24,6 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.attach import Planned, plan_ddp
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import Settings
-from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups, reduced_over
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
@@ -85,7 +84,6 @@ class Models:
         except ConfigError as error:
             self._log_lines.append(f"{what} uncompressed ({error})")
             return
-        warn_of_bias(planned.plan, self._group.size(), "gw.register")
         state = hook_state(ddp)
         held, named, plan = weakref.ref(ddp), planned.named, planned.plan
         del planned  # it has a reference to the module
@@ -93,7 +91,7 @@ class Models:
         def attach() -> None:
             module = held()
             assert module is not None
-            handle = Planned(module, named, plan).handle(self.settings.seed)
+            handle = Planned(module, named, plan).handle(self.settings.seed, call="gw.register")
             self._note(module, what, handle)
 
         # Attach at the first bucket, which all ranks reach; a single rank may run a forward.
@@ -123,8 +121,7 @@ class Models:
         except ConfigError as error:
             self._log_lines.append(f"{what} uncompressed ({error})")
             return
-        warn_of_bias(planned.plan, planned.trained.groups.size, "gw.register")
-        self._note(root, what, planned.handle(self.settings.seed))
+        self._note(root, what, planned.handle(self.settings.seed, call="gw.register"))
 
     def _has_kernels(self, what: str, module: torch.nn.Module) -> bool:
         device = next(module.parameters()).device.type
@@ -141,7 +138,7 @@ class Models:
         weakref.finalize(module, self._let_go, handle).atexit = False
         parameters = handle.plan.parameters
         through = sum(p.how != "dense" for p in parameters)
-        codec = self.settings.codec
+        codec = "bf16" if handle.plan.rules.uncompiled else self.settings.codec
         self._log_lines.append(f"{what}: {through} of {len(parameters)} parameters through {codec}")
 
     def log_pending(self) -> None:
@@ -159,8 +156,10 @@ class Models:
     def totals(self) -> dict[str, float]:
         """calls, wire_bytes, raw_bytes, seconds of all handles, past and present."""
         found = dict(self._gone)
-        for handle in list(self.handles.values()):
-            _add(found, handle)
+        for module in [held() for held in self.handles.keyrefs()]:  # another thread may add one
+            handle = None if module is None else self.handles.get(module)
+            if handle is not None:
+                _add(found, handle)
         return found
 
     def _let_go(self, handle: Handle) -> None:

@@ -20,10 +20,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import codecs
-from gradwire.aggregators.registry import Method
+from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options, check_defined
 from gradwire.collectives.calling import check_seed, options_of
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.integrations.attach import attach
 from gradwire.integrations.backend import Group
@@ -161,6 +161,7 @@ def register(
         ConfigError: as `gw.attach`; or a process group of another backend. Errors that can be
             detected only after wrapping are raised by the first forward.
     """
+    check_keywords(register, codec_options, OPTIONS)
     if blob:
         if model is not None:
             raise ConfigError("register: blob=True compresses without a model; give no model")

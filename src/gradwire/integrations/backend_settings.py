@@ -78,7 +78,7 @@ def _codec(text: str) -> Codec | Aggregator | None:
             check_defined(Options().algorithm, method.codec)
             return method.codec
     except ConfigError as error:
-        raise ConfigError(f"{CODEC}={text!r}: {error}") from error
+        raise ConfigError(f"{CODEC}={text!r}: {error}") from None
     return method
 
 

@@ -82,13 +82,13 @@ class FutureWork(dist.Work):
         seconds = timeout.total_seconds()
         try:
             self._ended.result(seconds if seconds > 0 else None)
-        except FutureTimeout as error:
+        except FutureTimeout:
             if self._ended.done():
                 raise
             raise TransportError(
                 f"rank {self._comm.rank}: a compressed collective has not ended within {seconds} "
                 "s: a peer is late, or this timeout is too short"
-            ) from error
+            ) from None
         return True
 
     def get_future(self) -> Tensors:

@@ -69,9 +69,13 @@ def _what(found: list[ParameterPlan]) -> str:
 
 def warn_once(message: str, kind: str = _BIASED) -> None:
     """A UserWarning at the user's line; later calls for the same kind have no effect."""
-    if kind in _warned:
-        return
-    _warned.add(kind)
+    if kind not in _warned:
+        _warned.add(kind)
+        warn_user(message)
+
+
+def warn_user(message: str) -> None:
+    """A UserWarning at the user's line."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_USER):
         level, frame = level + 1, frame.f_back

@@ -20,7 +20,7 @@ from gradwire.collectives import Collective, Item, Operation, prepare
 from gradwire.collectives.calling import future_on
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, again
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.bucket import Bucket, Content, lengths_in
 from gradwire.integrations.gather import Gather, Share, Split
@@ -104,8 +104,6 @@ class Buckets(Reductions):
         buffer = values_of(bucket)
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.members) or bucket.is_last()
-        sent = 2 * (self.ranks - 1) / self.ranks  # of each byte, in an uncompressed all-reduce
-        self.count(raw_bytes=sent * buffer.nbytes)
         ready = Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
@@ -197,7 +195,7 @@ class Buckets(Reductions):
                 if adaptation is not None and adaptation.running:
                     for member, average in zip(members, gradients, strict=True):
                         adaptation.add(member.name, average)
-            self._ended(buckets, error, outcomes)
+            self._ended(buckets, error, outcomes, sum(g.nbytes for g in gradients))
 
         try:
             observed = self.observers or self.sampler.running
@@ -207,7 +205,7 @@ class Buckets(Reductions):
                 plan.version,
             )  # fmt: skip
         except Exception as error:
-            self._ended(buckets, error, [])  # otherwise a later backward would wait for these
+            self._ended(buckets, error, [], 0)  # otherwise a later backward would wait for these
         else:
             rounds.start()
         if not within:
@@ -225,9 +223,13 @@ class Buckets(Reductions):
         return self.backward.enter()
 
     def _ended(
-        self, buckets: list[Bucket], error: BaseException | None, outcomes: Sequence[Outcome]
+        self,
+        buckets: list[Bucket],
+        error: BaseException | None,
+        outcomes: Sequence[Outcome],
+        nbytes: int,
     ) -> None:
-        """A scope has ended; called once per scope."""
+        """A scope of gradients of `nbytes` has ended; called once per scope."""
         with self._lock:
             # An error that names a peer replaces one that does not, such as torch's own.
             if self._error is None or getattr(self._error, "peer", self) is None:
@@ -236,7 +238,9 @@ class Buckets(Reductions):
                 bucket.left -= 1
             ended = [bucket for bucket in buckets if not bucket.left or error is not None]
             now = time.perf_counter()
-        self.count(*outcomes, seconds=sum(now - bucket.ready for bucket in ended))
+        uncompressed = 2 * (self.ranks - 1) / self.ranks * nbytes  # an all-reduce sends
+        seconds = sum(now - bucket.ready for bucket in ended)
+        self.count(*outcomes, raw_bytes=uncompressed, seconds=seconds)
         for bucket in ended:
             if not bucket.future.done():
                 bucket.end()
@@ -284,7 +288,7 @@ class Buckets(Reductions):
             self.span, self._begun = ended - self._begun, None
         self._leave()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def _abandoned(self) -> None:
         """Backward ended with an exception, so its buckets will never be complete."""

@@ -10,8 +10,9 @@ on it.
 Groups of parameters none of which is trained (adapters, LoRA) change apart from the others: what is
 kept of them stays good when an optimizer has stepped.
 
-    1. outside backward, a gather asks if gradients were reduced since ranks last asked, or if its
-       group was gathered since then: as a forward begins. Both are equal on all ranks.
+    1. outside backward, a gather asks unless it is of the forward in which ranks last asked. Within
+       that one, too, if its group was gathered since then, or gradients were reduced. All of this
+       is equal on all ranks: forwards that gather nothing, which some ranks may run, do not count.
     2. each rank tells whether its weights have changed; the largest number counts
     3. if one has changed, the weights have a new version, and frozen ones if one of these has
 
@@ -60,19 +61,26 @@ class Changes:
         self._changed = self._lost = False  # since a state was loaded
         self._digest: str | None = None  # of the shards as it was saved, until ranks ask
         self._reduced = False
+        self._forward: object | None = None  # in which ranks last asked
 
     def reduced(self) -> None:
         """Called as gradients are reduced."""
         self._reduced = True
 
-    def agreed(self, last: int, device: torch.device, frozen: bool) -> int:
+    def interrupted(self) -> None:
+        """Called as an exception ends a forward: FSDP2 takes the next one for a part of it."""
+        self._forward = None
+
+    def agreed(self, last: int, device: torch.device, frozen: bool, forward: object | None) -> int:
         """The version that a group must have been gathered in, if it is not gathered now.
 
         Args:
             last: `asked`, as the group was last gathered.
             frozen: whether no parameter of the group is trained.
+            forward: in which it is gathered; None: by `unshard` outside of any.
         """
-        if not in_backward() and (self._reduced or last == self.asked):
+        within = forward is not None and forward is self._forward
+        if not in_backward() and (self._reduced or last == self.asked or not within):
             told = _LOST if self._lost else self._told()
             if self._seen is None or told != _SAME:
                 self._seen = [[shard.clone() for shard in kind] for kind in self._shards()]
@@ -83,6 +91,7 @@ class Changes:
             self.frozen = self.version if most >= _FROZEN else self.frozen
             self._changed = self._lost = self._reduced = False
             self._digest = None
+            self._forward = forward
             self.asked += 1
         return self.needed(frozen)
 

@@ -149,7 +149,7 @@ def read_states(
     except Exception as error:  # it is a pickle: a damaged one raises anything
         raise ConfigError(
             f"load_checkpoint: {path} has no checkpoint: {_in_a_line(error)}"
-        ) from error
+        ) from None
     begins = re.compile(re.escape(key) + r"\.((?:part(\d+)/)?rank(\d+)/)(.*)")
     parts: dict[int | None, dict[int, dict[str, torch.Tensor]]] = {}
     for name, of in of_key.items():
@@ -180,7 +180,7 @@ def read_states(
         raise ConfigError(
             f"load_checkpoint: {path} is damaged or not complete: {_in_a_line(error)}: load an "
             "older one"
-        ) from error
+        ) from None
     if any(state.get("world_size") != saved for state in states):
         raise ConfigError(
             f"load_checkpoint: {path} has the states of {saved} ranks, not of all "

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.aggregators import Aggregator, Compressed, Dense, PowerSGD
+from gradwire.aggregators import registry as aggregators
 from gradwire.codecs import QSGD, RandomShift, TopK
 from gradwire.controllers import Policy, registry
 from gradwire.controllers.families import (
@@ -24,7 +25,7 @@ from gradwire.controllers.families import (
 )
 from gradwire.errors import ConfigError
 from gradwire.planner import Plan, Rules
-from gradwire.planner.plan import ParameterPlan
+from gradwire.planner.plan import ParameterPlan, meaning
 from gradwire.planner.rules import exactly
 
 log = logging.getLogger("gradwire")
@@ -60,6 +61,22 @@ class Target:
     def chosen(self, choices: Mapping[str, int]) -> dict[str, Aggregator]:
         """The methods that these are the indices of."""
         return {n: self.family.methods(self.shapes[n])[choice] for n, choice in choices.items()}
+
+    def named(self, texts: Mapping[str, str]) -> dict[str, Aggregator]:
+        """The methods of all parameters, of which some have others than the reference: by the text
+        that a state has of them. They round as those of the family do.
+
+        Raises:
+            ValueError, KeyError: there is no such choice, or no such parameter.
+        """
+        found = dict.fromkeys(self.shapes, self.reference)
+        for name, text in texts.items():
+            choices = {meaning(str(one)): one for one in self.family.methods(self.shapes[name])}
+            method = aggregators.get(text)
+            if meaning(str(method)) not in choices:
+                raise ValueError(f"{name} has {method}")
+            found[name] = choices[meaning(str(method))]
+        return found
 
 
 def targets_of(plan: Plan, mixed: bool = False) -> dict[str, Target]:

@@ -146,7 +146,7 @@ class Decider:
         pieces: bool,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.policy = policy
+        self.policy = self._given = policy
         self._replan, self._target, self._ranks, self._pieces = replan, target, ranks, pieces
         self._key, self._check = f"{key}/{target.kind}", check
         self._exchanges = 0
@@ -309,13 +309,24 @@ class Decider:
         """Remember what `before` does."""
         self.policy, self._last = before.policy, before._last
 
-    def load(self, saved: Mapping[str, Any], methods: Mapping[str, Aggregator]) -> None:
-        """The inverse; raises TypeError, ValueError or KeyError for something else."""
-        self.policy = self.policy.remembering(saved.get("memory", {}))
-        self._last = None
-        if "planned_error" in saved:
-            of = float(saved["planned_error"]), float(saved["planned_ratio"])
-            self._last = Chosen(methods, *of)
+    def loading(
+        self, saved: Mapping[str, Any], methods: Mapping[str, Aggregator]
+    ) -> Callable[[], None]:
+        """The inverse: what it returns loads what `state` gave; {}: nothing is remembered.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: it is something else.
+        """
+        memory, planned = saved.get("memory"), saved.get("planned_error")
+        policy = self._given if memory is None else self._given.remembering(memory)
+        last = None
+        if planned is not None:
+            last = Chosen(methods, float(planned), float(saved["planned_ratio"]))
+
+        def load() -> None:
+            self.policy, self._last = policy, last
+
+        return load
 
 
 def _told(ranks: Deciders, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ Vocabulary
 
 The next difference is to what was decoded, so it has this one's error in it: errors do not add up
 (the idea of SDP4Bit). A difference is smaller than a weight, and so is the grid of its codes. What
-is gathered uncompressed is sent as it is. The first gather sends all weights as they are, and so
-does the next one after a difference was not finite, which makes the reference useless.
+is gathered uncompressed is sent as it is. The first gather sends all weights as they are. What is
+not finite in a reference is lost to differences: its parameter is gathered uncompressed from then
+on.
 
 Where all ranks know that the weights are those of the reference (integrations/changes.py), nothing
 is sent: in backward, in recomputation and in micro-batches.
@@ -22,6 +23,7 @@ whole model in the dtype in which it is gathered, on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,26 +62,29 @@ class DifferenceGather(WeightGather):
         self._restore(own)
         if self._ready is not None:
             torch.cuda.current_stream(own.device).wait_event(self._ready)
-        reference, layout = self.reference, self._layout(own)
+        reference = self.reference
         if reference is not None and self.version >= needed:
             every.copy_(reference)
             return None
+        layout = self._layout(own)
+        if reference is not None and not bool(self._finite):
+            self._leave_out(self._lost(reference, layout))
+            layout = self._layout(own)
         self.version = self.of.changes.version
-        sampled = self._sample(self._layout(own), own)
-        # Finite or not is the same on all ranks, since they decode the same bits.
-        if reference is None or not bool(self._finite):
-            layout, reference = self._as_they_are(own), None
+        sampled = self._sample(layout, own)
+        if reference is None:
+            layout, values = self._as_they_are(own), own
         else:
-            own = self._difference(own, reference, layout)
-        payloads, ended = self._send(layout, own, self._keys(False))
+            values = self._difference(own, reference, layout)
+        sent, ended = self._send(layout, values, self._keys(False), own)
 
         def add() -> None:
-            layout.decode(payloads, every)
+            layout.decode(sent.payloads, every)
             self._add(every, reference, layout)
             if sampled is not None:
                 sampled(every)
 
-        return self._decoding(ended, add, payloads)
+        return self._decoding(sent, ended, add, every)
 
     def _difference(
         self, own: torch.Tensor, reference: torch.Tensor, layout: Payloads
@@ -104,12 +109,22 @@ class DifferenceGather(WeightGather):
         if every.device.type == "cuda":
             self._ready = torch.cuda.current_stream(every.device).record_event()
 
+    def _lost(self, reference: torch.Tensor, layout: Payloads) -> list[int]:
+        """The parameters to which no difference is finite any more: the same on all ranks, since
+        they decode the same bits."""
+        by_rank = reference.view(layout.ranks, -1)
+        coded = [at for at, weight in enumerate(self.weights) if not _plain(weight)]
+        ends = [(layout.pieces[at].at, layout.ends[at]) for at in coded]
+        finite = [torch.isfinite(by_rank[:, first:end]).all() for first, end in ends]
+        told = torch.stack(finite).tolist() if finite else []
+        return [at for at, good in zip(coded, told, strict=True) if not good]
+
     def _uncompressed(self, layout: Payloads) -> list[tuple[int, int]]:
         """(first, end) within a rank's values, of parameters that are sent as they are."""
         return [
             (piece.at, end)
             for weight, piece, end in zip(self.weights, layout.pieces, layout.ends, strict=True)
-            if isinstance(weight.codec or Identity(), Identity)
+            if _plain(weight)
         ]
 
     def _as_they_are(self, own: torch.Tensor) -> Payloads:
@@ -125,14 +140,15 @@ class DifferenceGather(WeightGather):
 
     @property
     def kept_bytes(self) -> int:
-        return 0 if self.reference is None else self.reference.nbytes
+        reference = self.reference
+        return 0 if reference is None else reference.nbytes
 
     def state(self) -> list[torch.Tensor] | None:
         """Copies of this rank's parts of the reference, by parameter; None: there is none."""
         if self.loaded is not None:
             return [part.clone() for part in self.loaded]
         layout = self._payloads
-        if self.reference is None or layout is None or not bool(self._finite):
+        if self.reference is None or layout is None:
             return None
         rank = self.of.shard
         own = self.reference.view(layout.ranks, -1)[rank]
@@ -155,8 +171,14 @@ class DifferenceGather(WeightGather):
         layout, part = self._as_they_are(own), torch.zeros_like(own)
         for piece, values in zip(layout.pieces, parts, strict=True):
             part[piece.at :][: values.numel()] = values.view(-1).to(own)
-        payloads, ended = self._send(layout, part, np.zeros(len(parts), np.uint64))
+        sent, ended = self._send(layout, part, np.zeros(len(parts), np.uint64), part)
         reference = own.new_empty(layout.ranks * own.numel())
-        self._decoding(ended, lambda: layout.decode(payloads, reference), payloads).wait()
+        decode = partial(layout.decode, sent.payloads, reference)
+        self._decoding(sent, ended, decode, reference).wait()
         self.reference = reference
         self._finite = torch.isfinite(torch.stack(torch.aminmax(reference))).all()
+
+
+def _plain(weight: Weight) -> bool:
+    """Whether it is sent as it is."""
+    return isinstance(weight.codec or Identity(), Identity)

@@ -29,10 +29,10 @@ from gradwire.aggregators import Dense
 from gradwire.controllers.flexible import DENSITIES, Candidate, SparseChoice, check_pymoo, search
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.integrations.adaptation import refuse_update
 from gradwire.integrations.gain_samples import GainSamples
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.memory_checkpoint import MemoryCheckpoint, Stateful, check_stateful
+from gradwire.integrations.policies import refuse_update
 from gradwire.integrations.sparse_methods import (
     ALGORITHMS,
     base_of,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
 from gradwire.errors import ConfigError
 from gradwire.integrations.torch_versions import SUPPORTED, parameter_groups_of
@@ -168,10 +169,53 @@ def gathers_again(record: Any) -> bool:
     return bool(record._reshard_after_forward and not record._use_post_forward_mesh)
 
 
+def counts_of(record: Any) -> list[object]:
+    """Unlike before if one of a group's shards, of this rank, was replaced, or changed in a way
+    that torch counts."""
+    found: list[object] = []
+    for parameter in record.fsdp_params:
+        local = getattr(parameter.sharded_param, "_local_tensor", parameter.sharded_param)
+        counted = not local.is_inference()  # else it may have changed at any time
+        found += [local.data_ptr(), local._version if counted else object()]
+    return found
+
+
 def gather_group(record: Any) -> dist.ProcessGroup:
     """The process group over which the optimizer's shards are gathered."""
     group: dist.ProcessGroup = record.mesh_info.shard_process_group
     return group
+
+
+class _Context(FSDPStateContext):  # type: ignore[type-arg]
+    """What the groups of one root module share, which also tells forwards apart. FSDP2 calls nobody
+    as one ends; it notes which module began it, until then."""
+
+    forward: object | None = None
+
+    @property
+    def iter_forward_root(self) -> Any:
+        return self.__dict__["iter_forward_root"]
+
+    @iter_forward_root.setter
+    def iter_forward_root(self, began: Any) -> None:
+        self.__dict__["iter_forward_root"] = began
+        self.forward = None if began is None else object()
+
+
+def forward_of(record: Any) -> object | None:
+    """The outermost forward that runs among the FSDP2 modules that share a group's root, another
+    object for each: of a module, or of a method registered with register_fsdp_forward_method. None:
+    none runs. One that an exception ended runs until FSDP2's reset_iter_state."""
+    context = _context(record)
+    if not isinstance(context, _Context):
+        context.__class__ = _Context  # for good: several handles may share it
+        context.iter_forward_root = context.iter_forward_root
+    running: object | None = context.forward
+    return running
+
+
+def _context(record: Any) -> Any:
+    return record.modules[0]._get_fsdp_state()._state_ctx
 
 
 def _frame() -> FrameType | None:
@@ -206,9 +250,7 @@ def reduced_over(
     if frame is None:
         return None
     record = frame.f_locals["self"]
-    first: Any = record.modules[0]
-    states = first._get_fsdp_state()._state_ctx.all_states
-    (root,) = (state for state in states if state._is_root)
+    (root,) = (state for state in _context(record).all_states if state._is_root)
     return root._modules[0], record
 
 

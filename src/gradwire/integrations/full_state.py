@@ -21,6 +21,7 @@ from gradwire.engine import Communicator, Issue, Ticket, agree_over, failing_tog
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.references import weights_on_cpu
+from gradwire.integrations.state import check_form
 from gradwire.planner.links import awaited, broken
 
 State = Mapping[str, Any]
@@ -142,11 +143,20 @@ def full(states: Sequence[State]) -> dict[str, Any]:
 
 
 def states_of(given: object) -> list[State]:
-    """The states in what `load_state_dict` was given.
+    """The states in what `load_state_dict` was given: one or more, each of the form of a handle's.
 
     Raises:
-        ConfigError: none in it.
+        ConfigError: it is something else.
     """
+    states = _listed(given)
+    if not states:
+        raise ConfigError("load_state_dict: the list of states is empty")
+    for state in states:
+        check_form(state)
+    return states
+
+
+def _listed(given: object) -> list[State]:
     if isinstance(given, Mapping) and not given:
         raise ConfigError(
             "load_state_dict: the state is empty, as full_state_dict(rank0_only=True) gives it on "

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ _TOTALS: dict[str, float] = {
     "weights_seconds": 0.0, "weights_exposed_seconds": 0.0,
 }  # fmt: skip
 _OTHERS = {"weights_ratio": 1.0, "weights_kept_bytes": 0, "weights_frozen_values": 0}
+_NAMED = 6  # parameters in a line
 NO_STATS = _TOTALS | _OTHERS  # of a handle that gathers no weights
 
 
@@ -93,6 +95,7 @@ class GatheredWeights:
         self._sharding = sharding
         self._go_on = go_on
         self._lock = threading.Lock()
+        self._warned: set[str] = set()
         self._totals = dict(_TOTALS)
         codecs = _codecs(plan)
         self._gathers: list[WeightGather] = []
@@ -161,6 +164,25 @@ class GatheredWeights:
         for gather in self._gathers:
             gather.rehearse([codecs.get(name) for name in gather.names])
 
+    def left_out(self, names: list[str]) -> None:
+        """Warn that these parameters are gathered uncompressed, once of each."""
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new:
+            warnings.warn(
+                f"weights: all ranks gather {_some(new)} uncompressed from now on, for values that "
+                "are not finite or near the largest float: give a mask no codec, by "
+                f'weights={{"{new[0]}": None, ...}}; what is trained has diverged',
+                stacklevel=2,
+            )
+
+    def remarks(self) -> list[str]:
+        """What a summary says besides the plan."""
+        pairs = [pair for g in self._gathers for pair in zip(g.weights, g.names, strict=True)]
+        unfit = [name for weight, name in pairs if weight.unfit]
+        said = "gathered uncompressed, for values that are not finite or near the largest float"
+        return [f"{said}: {_some(unfit)}"] if unfit else []
+
     # ---- statistics
 
     def stats(self) -> dict[str, float | None]:
@@ -227,7 +249,7 @@ class GatheredWeights:
             return None
         return saved_references(self._differences, self.changes, self._sharding)
 
-    def references(self, states: list[State]) -> References:
+    def references(self, states: Sequence[State]) -> References:
         """What this rank takes from the states of one or all ranks of a saved job.
 
         Raises:
@@ -251,3 +273,7 @@ class GatheredWeights:
 
 def _codecs(plan: Plan) -> dict[str, Codec | None]:
     return {p.name: plan.levels.weight(p) for p in plan.parameters}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gradwire.aggregators import Observation
-from gradwire.aggregators.registry import Method
+from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.engine import failing_together
-from gradwire.errors import ConfigError
-from gradwire.integrations.adaptation import Adaptation, refuse_update
-from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
-from gradwire.integrations.full_state import StateGather, states_of
+from gradwire.errors import ConfigError, check_keywords
+from gradwire.integrations.adaptation import Adaptation
+from gradwire.integrations.automatic import Automatic, refuse_changes
+from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
-from gradwire.integrations.policies import adapt
+from gradwire.integrations.policies import adapt, refuse_update
 from gradwire.integrations.reductions import Reductions, with_options
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.saved import Saved
-from gradwire.integrations.summary import summary
+from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
 
-_SAME: Any = object()
+
+class _Unchanged:
+    """An argument of `update` that is left out; its text is the default that help() shows."""
+
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_SAME: Any = _Unchanged()
 _TOLD = 3  # of the newest decisions in a summary
 _FIXED = {"seed", "keep", "plan", "policy", "replan", "auto"}  # arguments of `attach` alone
 
 
 class Handle(Saved):
     """What `attach` returns."""
+
+    __signature__ = inspect.Signature()  # nobody else makes one
 
     def __init__(
         self,
@@ -116,6 +127,7 @@ class Handle(Saved):
         given = {name: value for name, value in rules.items() if value is not _SAME}
         for name in _FIXED.intersection(codec_options):
             raise ConfigError(f"update: {name} is as `attach` was told: detach and attach again")
+        check_keywords(Handle.update, codec_options, OPTIONS)
         if codec == "auto":
             raise ConfigError('update: "auto" is for attach: detach and attach again')
         others: dict[str, Any] = {}  # of one kind of module each
@@ -171,8 +183,13 @@ class Handle(Saved):
 
         Returns:
             A function that removes the observer.
+
+        Raises:
+            ConfigError: it cannot be called, or the handle was detached.
         """
         self._check_attached("observe")
+        if not callable(observer):
+            raise ConfigError(f"observe: {observer!r:.60}: give a function of an observation")
         return self._reductions.observe(observer)
 
     def stats(self) -> dict[str, Any]:
@@ -246,10 +263,13 @@ class Handle(Saved):
             "plan": self.plan.version,
         }
 
-    def metrics(self, layers: bool = False, every: int = EVERY) -> dict[str, float]:
-        """Scalars for a logger:
+    def metrics(
+        self, layers: bool = False, every: int = EVERY, prefix: str = ""
+    ) -> dict[str, float]:
+        """Scalars for a logger, one chart for each:
 
-            writer.add_scalars("gradwire", handle.metrics(), step)
+            for name, value in handle.metrics(prefix="gradwire/").items():
+                writer.add_scalar(name, value, step)
 
         Of this rank; over the passes since the previous call:
 
@@ -276,8 +296,9 @@ class Handle(Saved):
         And what aggregators tell, such as the share of saturated values: the newest, as the mean
         over parameters weighted by their numbers of values.
 
-        A value that is not known yet has no key; a single rank sends nothing, so its ratio is 1.0,
-        and it has no sample.
+        A value that is not known yet has no key: in another thread, which may call it in the middle
+        of a pass, no ratio where no gradient was sent since the previous call. A single rank sends
+        nothing, so its ratio is 1.0, and it has no sample.
         Nothing is sampled before the first call. A sampled pass copies its gradients and reads them
         several times; nothing in training changes.
 
@@ -285,13 +306,15 @@ class Handle(Saved):
             layers: in addition, the same for each parameter, under "NAME/KEY"; there bits_per_value
                 is that of the payload in the plan in force, at most.
             every: sample one pass in so many.
+            prefix: stands before each key.
 
         Raises:
             ConfigError: `every` is not a number of passes.
         """
         on = self._reductions
         totals = on.totals() | on.facts()
-        return on.metrics.read(totals, self._plan_now(), self._members, layers, every)
+        found = on.metrics.read(totals, self._plan_now(), self._members, layers, every)
+        return {prefix + key: value for key, value in found.items()}
 
     @property
     def attached(self) -> bool:
@@ -307,28 +330,32 @@ class Handle(Saved):
 
     def summary(self) -> str:
         on = self._reductions
-        comms, what = [owner.comm for owner in on.owners], on.what
+        comms = [owner.comm for owner in on.owners]
         of = self._plan_now(), self.rank, comms, on.expected(), self.stats(), self.world_size
+        remarks = [f"  {line}" for line in on.remarks()]
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
-        found = summary(what if on.installed else f"{what} (detached)", *of)
-        return "\n".join([found, *decided[-_TOLD:]])
+        pending = [f"  {update}" for update in on.switch.pending()]
+        found = summary(self._what(), *of)
+        return "\n".join([found, *remarks, *decided[-_TOLD:], *pending])
 
     summary.__doc__ = Saved.summary.__doc__
+
+    def __repr__(self) -> str:
+        return headline(self._what(), self.plan, self.rank, self.world_size)
+
+    def _what(self) -> str:
+        on = self._reductions
+        return on.what if on.installed else f"{on.what} (detached)"
 
     # ---- state
 
     def _own_state(self) -> dict[str, Any]:
         return {**super()._own_state(), **self._reductions.state()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        load_others = self._reductions.loading(states_of(state))
-        super().load_state_dict(state)
-        load_others()
-
-    load_state_dict.__doc__ = Saved.load_state_dict.__doc__
-
-    def _loadable(self, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        return states if self.automatic is None else without_plan(states, self.plan)
+    def _loading(
+        self, states: Sequence[Mapping[str, Any]], merged: dict[str, Any]
+    ) -> Callable[[], None]:
+        return self._reductions.loading(states, merged)
 
     # ---- its end
 

@@ -110,7 +110,7 @@ def hook_state(model: DistributedDataParallel) -> HookState:
             raise ConfigError(
                 f"this DDP module already has a communication hook ({error}): do not combine "
                 "attach with register_comm_hook or DDP(mixed_precision=...)"
-            ) from error
+            ) from None
         finally:
             # DDP also stores the hook and its state in the module, for its Python reducer only.
             # There a copy or a checkpoint of the module would include the process group and locks.

@@ -82,7 +82,7 @@ def learned(
     Raises:
         ConfigError: on all ranks: no parameter of those whose gradients are sent so has one.
     """
-    table = torch.zeros(len(targets), _MOST)
+    table = torch.zeros(len(targets), _MOST, dtype=torch.float32)
     for row, target in zip(table, targets, strict=True):
         if groups.replica == 0 and target.learner == groups.shard:
             _fit(row, target, parameters[target.name].sharded_param, steps, check)
@@ -117,4 +117,4 @@ def _fit(
     even = LearnedLevels(codec.bits, codec.block, codec.rounding).grid
     stochastic = codec.rounding == "stochastic"
     levels = learning.learn(local, even, codec.block, stochastic, steps, 0, check)
-    row[: 2**codec.bits] = torch.tensor(levels)
+    row[: 2**codec.bits] = torch.tensor(levels, dtype=row.dtype)

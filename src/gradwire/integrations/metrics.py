@@ -111,10 +111,9 @@ class Sampler:
     def squares(self) -> dict[str, list[float]]:
         """Of the last sample, by parameter: |p|^2, |s|^2, |p - s|^2, |residual|^2. Waits for the
         device."""
-        if not self._norms:
-            return {}
-        rows = torch.stack(list(self._norms.values())).square().tolist()
-        return dict(zip(self._norms, rows, strict=True))
+        norms = self._norms  # the next sample takes its place
+        rows = torch.stack(list(norms.values())).square().tolist() if norms else []
+        return dict(zip(norms, rows, strict=True))
 
     def end(self) -> None:
         """Called at the end of a pass, at the latest as the next one begins: makes its sample
@@ -176,22 +175,27 @@ class Metrics:
         return found
 
     def _advance(self, totals: Mapping[str, float], plan: Plan) -> None:
-        """Counters of the passes since the previous call; they stay if there was none."""
+        """Counters of the passes since the previous call; they stay if there was none.
+
+        Another thread reads in the middle of a pass: then no gradient may have been sent in a pass
+        that has begun, or nothing but plan versions.
+        """
         new = {key: totals[key] - self._before.get(key, 0) for key in totals}
-        if not new["steps"]:
+        if new["steps"] < 1:  # or another thread has read later totals meanwhile
             return
         self._before = dict(totals)
-        self._window = {"exposed_seconds": new["exposed_seconds"] / new["steps"]}
+        window = {"exposed_seconds": new["exposed_seconds"] / new["steps"]}
         if new.get("weights_wire_bytes"):
-            self._window |= {
-                "weights_exposed_seconds": new["weights_exposed_seconds"] / new["steps"],
-                "weights_ratio": times_less(new["weights_raw_bytes"], new["weights_wire_bytes"]),
-            }
-        if new["wire_bytes"] or self._ranks == 1:
+            window["weights_exposed_seconds"] = new["weights_exposed_seconds"] / new["steps"]
+            if new["weights_raw_bytes"]:
+                ratio = times_less(new["weights_raw_bytes"], new["weights_wire_bytes"])
+                window["weights_ratio"] = ratio
+        values = sum(p.numel for p in plan.parameters)
+        if values and (self._ranks == 1 or (new["raw_bytes"] and new["wire_bytes"])):
             ratio = times_less(new["raw_bytes"], new["wire_bytes"])
             bits = 8 * sum(p.numel * p.dtype.itemsize for p in plan.parameters)
-            values = sum(p.numel for p in plan.parameters)
-            self._window |= {"ratio": ratio, "bits_per_value": bits / values / ratio}
+            window |= {"ratio": ratio, "bits_per_value": bits / values / ratio}
+        self._window = window
 
 
 def sampled(squares: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import logging
 import math
 
 from gradwire.controllers import Policy
+from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.auto import Auto, sent
 from gradwire.integrations.automatic import Automatic
@@ -65,3 +66,12 @@ def automate(on: Reductions, auto: Auto) -> None:
 
     of = on.owner, on.switch, named, on.remade, spent, start, stop, on.decided
     on.automatic = Automatic(auto, *of)
+
+
+def refuse_update(adaptation: Adaptation | None) -> None:
+    """Raise ConfigError for an update by the user where a policy makes them."""
+    if adaptation is not None:
+        raise ConfigError(
+            f"update: the policy {adaptation.policy.name} changes this handle's plan: detach, and "
+            "attach without one"
+        )

@@ -8,7 +8,6 @@ integrations/scatters.py those of FSDP2 modules.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +19,7 @@ from gradwire.collectives import Collective, Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError, TransportError
-from gradwire.integrations.bias import warn_of_bias
+from gradwire.integrations.bias import warn_of_bias, warn_user
 from gradwire.integrations.metrics import Metrics
 from gradwire.integrations.summary import Expected
 from gradwire.integrations.switch import Switch
@@ -105,7 +104,9 @@ class Reductions:
             return dict(self._totals)
 
     def count(self, *outcomes: Outcome, **more: float) -> None:
-        """Add to the totals: collectives that have ended, and numbers by name."""
+        """Add to the totals: collectives that have ended, and numbers by name. What they sent is
+        added together with the raw bytes that they stand for: another thread may read totals at any
+        time, and divides one by the other."""
         with self._lock:
             for outcome in outcomes:
                 self._totals["calls"] += 1
@@ -234,6 +235,10 @@ class Reductions:
         """Further statistics."""
         return {}
 
+    def remarks(self) -> list[str]:
+        """What a summary says besides the plan."""
+        return []
+
     def expected(self) -> Expected:
         """Bytes of a step."""
         raise NotImplementedError
@@ -242,21 +247,19 @@ class Reductions:
         """What a rank saves of it."""
         return {}
 
-    def loading(self, states: Sequence[State]) -> Callable[[], None]:
-        """Check the states of one or all ranks of a saved job; the function loads what of it is not
-        of the parameters' members."""
+    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
+        """Check the states of one or all ranks of a saved job, and change nothing; see
+        `Saved._loading`."""
         return _nothing
 
-    def drop_residuals(self) -> None:
-        """Of a loaded state, in a single process that is not given any gradient."""
-        if any(member.state for member in self.members.values()):
-            warnings.warn(
+    def drop_residuals(self, merged: dict[str, Any]) -> None:
+        """Of a state to be loaded, in a single process that is not given any gradient."""
+        if any(merged["aggregators"].values()):
+            warn_user(
                 "load_state_dict: a single process reduces nothing on a plain module or under "
-                "FSDP2, so the residuals of this state are dropped",
-                stacklevel=4,
+                "FSDP2, so the residuals of this state are dropped"
             )
-            for member in self.members.values():
-                member.keep({})
+            merged["aggregators"] = {}
 
     def remove(self) -> None:
         """Give the module its own collectives back."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +48,8 @@ class Sharding:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of this rank's shard."""
-        return _cut(torch.empty(self.shapes[name], device="meta"), self, name).shape
+        whole = torch.empty(self.shapes[name], dtype=torch.float32, device="meta")
+        return _cut(whole, self, name).shape
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def references_of(states: Sequence[State], here: Sharding) -> References:
     saved = [state["weights"] for state in states if state.get("weights") is not None]
     if len(saved) < len(states) or not saved:
         return References()
-    for one in saved:
-        _check(one)
+    for state in states:
+        _check(state, here)
     first = states[0]
     there = first.get("shards"), dict(first.get("dims", {}))
     same = there == (here.shards, dict(here.dims)) and first["world_size"] == here.world_size
@@ -125,14 +126,8 @@ def references_of(states: Sequence[State], here: Sharding) -> References:
         parts = {
             name: _cut(_whole([by_rank[r][name] for r in ranks], there[1].get(name, 0)), here, name)
             for name in by_rank[0]
-            if name in here.shapes and all(name in by_rank[r] for r in ranks)
+            if all(name in by_rank[r] for r in ranks)
         }
-    for name, part in parts.items():
-        if name not in here.shapes or part.shape != here.shape(name):
-            raise ConfigError(
-                f"load_state_dict: the gathered weights of {name} have shape {tuple(part.shape)}, "
-                "which is no shard of this module's parameter: load a state of the same model"
-            )
     current = frozenset.intersection(*(frozenset(one["current"]) for one in saved))
     digest = own[0]["weights"].get("digest") if own else None
     changed = any(one["changed"] for one in saved)
@@ -145,18 +140,34 @@ def weights_on_cpu(weights: State) -> State:
     return {**weights, "references": references}
 
 
-def _check(saved: object) -> None:
+def _check(state: State, here: Sharding) -> None:
+    """Check what one rank saved of its gathered weights, and that they are shards of this module's
+    parameters, as that rank's module was sharded."""
+    saved, shards, dims = state["weights"], state.get("shards"), state.get("dims")
     if not (
         isinstance(saved, Mapping)
         and isinstance(saved.get("references"), Mapping)
         and all(isinstance(t, torch.Tensor) for t in saved["references"].values())
         and isinstance(saved.get("current"), Sequence)
+        and all(isinstance(name, str) for name in saved["current"])
         and isinstance(saved.get("changed"), bool)
+        and type(shards) is int
+        and isinstance(dims, Mapping)
     ):
         raise ConfigError(
             f"load_state_dict: the state has {saved!r:.60} for 'weights': it is not a result of "
             "Handle.state_dict"
         )
+    there = replace(here, dims=dims, shards=shards, shard=state["rank"] % shards)
+    for name, part in saved["references"].items():
+        dim, shape = dims.get(name, 0), here.shapes.get(name, ())
+        known = type(dim) is int and 0 <= dim < len(shape) and part.shape == there.shape(name)
+        if not known or part.is_meta or part.layout != torch.strided:
+            raise ConfigError(
+                f"load_state_dict: the gathered weights of {name}, a tensor of shape "
+                f"{tuple(part.shape)}, are no shard of this module's parameter: load a state of "
+                "the same model"
+            )
 
 
 def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

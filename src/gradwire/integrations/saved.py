@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from gradwire.aggregators import Attached
 from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
+from gradwire.integrations.automatic import Automatic
 from gradwire.integrations.checkpoint import OfOneRank, check_caller, read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.metrics import times_less
@@ -57,6 +58,11 @@ class Saved:
     @property
     def adaptation(self) -> Adaptation | None:
         """Of a policy; None: there is none at work."""
+        raise NotImplementedError
+
+    @property
+    def automatic(self) -> Automatic | None:
+        """What chooses the plan with "auto", which no state has; None: the caller did."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +146,10 @@ class Saved:
         - with FSDP2 a rank's own shard is sent exactly: what a residual holds of it, from another
           number of ranks, another sharding or DDP, is added to the next gradient.
         - state that is equal on all ranks (PowerSGD's factor, steps, the seed) is copied, and
-          sharded state is put together and sharded anew.
+          sharded state is put together and sharded anew. What a policy remembers is in rank 0's
+          state; a single rank has no policy, and leaves it out.
+        - a single rank uses no codec, so it takes states of any; so does "auto", whose plan no
+          state has. A residual that the plan in force does not keep is added to the next gradient.
 
         Args:
             state: a result of `full_state_dict`, or this rank's `state_dict`, or a list of those of
@@ -149,23 +158,35 @@ class Saved:
 
         Raises:
             ConfigError: `state` is not a handle's state, or of another plan; the message names the
-                first parameter that differs. Or it has residuals of other replicas (HSDP). Nothing
-                is changed then.
+                first parameter that differs. (A codec may round otherwise now, and store its grid's
+                numbers in another dtype.) Or it has residuals of other replicas (HSDP). Nothing is
+                changed then.
         """
-        states = self._loadable(states_of(state))
-        if self.adaptation is not None:
-            self.adaptation.load(states)
-        merged = merge_states(states, self.rank, self.world_size, self.plan, self._layout)
+        states, any_plan = states_of(state), self.automatic is not None
+        of_policy = None
+        if self.adaptation is not None and not any_plan:
+            of_policy = self.adaptation.loading(states)
+        plan, load_policy = of_policy or (self.plan, None)
+        of = self.rank, self.world_size, plan, self._layout, any_plan
+        merged = merge_states(states, *of)
+        load_others = self._loading(states, merged)
+        # All is checked: nothing is changed above, and nothing is refused below.
+        if load_policy is not None:
+            load_policy()
         for name, member in self._members.items():
             member.step = merged["steps"][name]
             member.keys = rng.parameter_keys(merged["seed"], name, self.rank)
             kept = merged["aggregators"].get(name, {})
             member.keep({key: self._layout.loaded(member, key, t) for key, t in kept.items()})
         self._seed = merged["seed"]
+        load_others()
 
-    def _loadable(self, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """What of the states this handle goes on with."""
-        return states
+    def _loading(
+        self, states: Sequence[Mapping[str, Any]], merged: dict[str, Any]
+    ) -> Callable[[], None]:
+        """Check what states have that is not of the parameters or of a policy; what it returns
+        loads it. Takes out of `merged`, from which this rank starts, what it has no use for."""
+        raise NotImplementedError
 
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """This rank's state for torch.distributed.checkpoint: tensors, under keys of this rank.
@@ -209,7 +230,8 @@ class Saved:
     def summary(self) -> str:
         """What is attached, as text: the codec of each group of parameters with its bits per value,
         the bytes that a step is expected to send from this rank, algorithm, transport, memory of
-        residuals, and the newest decisions (see `history`). `print(handle)` prints it.
+        residuals, the newest decisions (see `history`), and updates that are not in force yet.
+        `print(handle)` prints it; `repr` is its first line.
 
         It can be called at any time, on one rank alone: it sends nothing and waits for no rank.
         Bytes are those of all gradients in one collective, headers included; more buckets have more
@@ -221,12 +243,9 @@ class Saved:
         return self.summary()
 
     def _state_bytes(self) -> int:
-        """Memory of aggregators' state."""
-        return sum(
-            t.numel() * t.element_size()
-            for member in self._members.values()
-            for t in member.state.values()
-        )
+        """Memory of aggregators' state; they are copied, since a pass may add to them."""
+        states = [dict(member.state) for member in self._members.values()]
+        return sum(t.numel() * t.element_size() for state in states for t in state.values())
 
     def _plan_now(self) -> Plan:
         """The plan in force, as the next step runs it."""

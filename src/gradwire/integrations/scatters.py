@@ -153,6 +153,7 @@ class Scatters(Reductions):
             return
         assert self.weights is not None
         self.weights.abandoned = True
+        self.weights.changes.interrupted()
         for owner in owners:
             owner.interrupted = self.early_end(owner, "forward")
             owner.comm.watchdog.interrupted(owner)
@@ -356,6 +357,8 @@ class Scatters(Reductions):
                 "attach to the module itself"
             )
         targets = list(wanted(self.switch.plan, self._records, self.groups.shards, smallest))
+        if not targets and self.switch.plan.rules.uncompiled:
+            return 0
         if not targets:
             raise ConfigError(
                 f"learn_levels: no parameter of {smallest} values or more is sent through "
@@ -384,6 +387,9 @@ class Scatters(Reductions):
     def facts(self) -> dict[str, Any]:
         return NO_STATS if self.weights is None else self.weights.stats()
 
+    def remarks(self) -> list[str]:
+        return [] if self.weights is None else self.weights.remarks()
+
     def expected(self) -> Expected:
         plan, found = self.switch.plan, Expected(0, 0)
         planned = {p.name: p for p in plan.parameters}
@@ -407,16 +413,16 @@ class Scatters(Reductions):
         kept = None if weights is None else weights.state()
         return found if kept is None else {**found, "weights": kept}
 
-    def loading(self, states: Sequence[State]) -> Callable[[], None]:
+    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
         weights = self.weights
-        references = None if weights is None else weights.references(list(states))
-        levels = Levels.of(states[0].get("levels"))
+        references = None if weights is None else weights.references(states)
+        levels, counted = Levels.of(merged.get("levels")), merged.get("counted") is True
+        if self.ranks == 1:
+            self.drop_residuals(merged)
 
         def load() -> None:
             self._use(lambda _: levels)
-            if self.ranks == 1:
-                self.drop_residuals()
             if weights is not None and references is not None:
-                weights.load(references, states[0].get("counted") is True)
+                weights.load(references, counted)
 
         return load

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
-from gradwire.engine import agree_over, failing_together
+from gradwire.engine import agree_over, first_told
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.choices import targets_of
 from gradwire.integrations.fsdp import Groups, gather_group, process_groups
 from gradwire.integrations.full_state import StateGather
@@ -34,6 +35,7 @@ from gradwire.integrations.sharded_plan import (
     make_sharded_plan,
     trained_of,
 )
+from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import original
 from gradwire.lang import layout
 from gradwire.planner import Plan, Rules, WeightRules
@@ -51,9 +53,14 @@ class PlannedShards:
     trained: Trained
     plan: Plan
 
-    def handle(self, seed: int, adaptive: tuple[Policy, Replan] | None = None) -> Handle:
-        """Attach, with a policy or none; raises ConfigError if ranks disagree, or the policy has no
-        choice."""
+    def handle(
+        self,
+        seed: int,
+        adaptive: tuple[Policy, Replan] | None = None,
+        call: str = "gw.attach",
+    ) -> Handle:
+        """Attach, with a policy or none, as the user's `call`; raises ConfigError if ranks
+        disagree, or the policy has no choice."""
         if adaptive is not None:
             if adaptive[1].mixed:
                 raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
@@ -70,15 +77,14 @@ class PlannedShards:
         if plan.weights is not None:
             told.append(gather_group(self.trained.records[0]))
         comms = [communicator(group) for group in dict.fromkeys(told)]
+        device = self.trained.records[0].device
+        plan = available(plan, self._planned, device, comms, adaptive)
         if plan.weights is not None and plan.weights.keep is None:
-            fits = payloads_fit(self.trained, plan)
-            with failing_together(comms):
-                for comm in comms:  # on every rank of every replica
-                    said = comm.tell_all("whether payloads of weights fit", str(fits).encode())
-                    fits = all(one == b"True" for one in said)
-            keep = "payload" if fits else "none"
+            none = "" if payloads_fit(self.trained, plan) else "none"
+            keep = first_told(comms, "whether payloads of weights fit", none) or "payload"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
         agree_over(comms, "the call of gw.attach", [*agreed, *plan.describe()])
+        warn_of_bias(plan, groups.size, call)
         members = members_of(plan, seed, groups.rank, count)
         name = comms[0].handle_name(original(self.model), plan.parameters[0].name)
 
@@ -88,9 +94,15 @@ class PlannedShards:
         gather = StateGather(process_groups(self.trained.records[0]).all)
         residuals = ResidualLayout(groups.shards, self.trained.dims())
         scatters = install(plan)
-        if adaptive is not None:
+        if adaptive is not None and not plan.rules.uncompiled:
             adapt(scatters, *adaptive)
         return Handle(scatters, seed, groups.rank, gather, residuals, install)
+
+    def _planned(self, rules: Rules) -> Plan:
+        of, plan = self.trained, self.plan
+        return make_sharded_plan(
+            of.named, rules, of.groups.size, weights=plan.weights, options=plan.options
+        )
 
 
 def payloads_fit(trained: Trained, plan: Plan) -> bool:

@@ -22,7 +22,9 @@ from gradwire.integrations.fsdp import (
 )
 from gradwire.integrations.scatter import Replicas, Scatter
 from gradwire.integrations.wrapped import plain_name, plain_names
+from gradwire.lang.kernels import needs_compiling
 from gradwire.planner import Plan, Rules, WeightRules, make_plan
+from gradwire.planner.rules import in_16_bits
 
 SCATTER, GATHER = Operation("reduce_scatter", "avg"), Operation("all_gather")
 
@@ -117,6 +119,8 @@ def _with_weights(
                 f"weights: parameter {p.name} is of {p.dtype}, and codecs take float32, float16 "
                 f'and bfloat16: exclude it by weights={{"{p.name}": None, "*": ...}}'
             )
+        if plan.rules.uncompiled and codec is not None and needs_compiling(codec):
+            codec = in_16_bits(p.dtype)
         parameters.append(replace(p, weight=codec))
     return replace(plan, parameters=tuple(parameters), weights=weights)
 

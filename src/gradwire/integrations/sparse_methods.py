@@ -60,7 +60,7 @@ def selection_seconds(numels: Iterable[int], density: float, device: torch.devic
     generator = torch.Generator(device).manual_seed(0)
     seconds = 0.0
     for numel in numels:
-        values = torch.randn(numel, device=device, generator=generator)
+        values = torch.randn(numel, dtype=torch.float32, device=device, generator=generator)
         times = []
         for _ in range(_TIMED):
             begun = time.perf_counter()

@@ -8,7 +8,6 @@ over another number of ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,10 @@ from gradwire.aggregators import OWED, ErrorFeedback, StateSpec
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError
+from gradwire.integrations.bias import warn_user
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.planner import ParameterPlan, Plan
+from gradwire.planner.plan import meaning
 
 _KEYS = {
     "version": int,
@@ -32,6 +33,13 @@ _KEYS = {
 }
 _MOST_STEPS = 1 << 48  # the bits above number the rounds of a step
 
+# What all ranks have alike, by path. Of the rest, a tensor's declaration says who has what of it;
+# gathered weights are of each rank; and what a policy remembers is of the job, and with rank 0.
+_REPLICATED = (
+    "world_size", "seed", "steps", "shards", "dims", "levels",
+    "policy/passes", "policy/methods", "policy/byte_weights",
+)  # fmt: skip
+
 
 def merge_states(
     states: Sequence[Mapping[str, Any]],
@@ -39,45 +47,82 @@ def merge_states(
     world_size: int,
     plan: Plan,
     layout: ResidualLayout = UNSHARDED,
+    any_plan: bool = False,
 ) -> dict[str, Any]:
     """The state from which `rank` of `world_size` starts; a pure function.
 
     Args:
-        states: one rank's state, or those of all ranks of the saved job.
+        states: one rank's state, or those of all ranks of the saved job, in the form that
+            `check_form` checks.
         plan, layout: of the handle that loads.
+        any_plan: take states of other methods, too: what this plan does not keep of a residual is
+            owed, as after an update. A single rank does so, since it uses no method.
 
     Raises:
-        ConfigError: no state, another format, missing ranks, residuals that this layout cannot
-            take, or another plan: the message names the first parameter that differs.
+        ConfigError: missing ranks, residuals that this layout cannot take, or another plan: the
+            message names the first parameter that differs.
     """
-    if not states:
-        raise ConfigError("load_state_dict: the list of states is empty")
+    any_plan = any_plan or world_size == 1
+    if any_plan:
+        states = [_fitted(state, plan) for state in states]
     for state in states:
-        _check_form(state)
         layout.check(state, world_size)
         _check_plan(state, plan, world_size)
-        _check_tensors(state, plan, world_size)
+        _check_tensors(state, plan, any_plan)
+    _check_alike(states)
+    merged = _merged(states, rank, world_size, plan)
+    if any_plan:
+        merged["aggregators"] = {
+            p.name: _owed(p, merged["aggregators"][p.name], world_size)
+            for p in plan.parameters
+            if p.name in merged["aggregators"]
+        }
+    return merged
+
+
+def of_job(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The state that has what is of the job: rank 0's, if it is among them."""
+    return next((state for state in states if state["rank"] == 0), states[0])
+
+
+def _check_alike(states: Sequence[Mapping[str, Any]]) -> None:
+    """Check that several states are those of all ranks of a job, saved together."""
     first = states[0]
     for state in states:
-        for key in ("world_size", "seed", "steps", "shards", "dims", "levels", "policy"):
-            if state.get(key) != first.get(key):
+        for path in _REPLICATED:
+            if _at(state, path) != _at(first, path):
+                what = " of ".join(reversed(path.split("/")))
                 raise ConfigError(
                     f"load_state_dict: the states of ranks {first['rank']} and {state['rank']} "
-                    f"differ in {key}: give states that were saved together"
+                    f"differ in {what}: give states that were saved together"
                 )
     old = first["world_size"]
     if len(states) > 1 and sorted(s["rank"] for s in states) != list(range(old)):
         raise ConfigError(f"load_state_dict: give the states of all {old} old ranks, once each")
+
+
+def _at(state: Mapping[str, Any], path: str) -> Any:
+    found: Any = state
+    for key in path.split("/"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _merged(
+    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, plan: Plan
+) -> dict[str, Any]:
+    """As `merge_states`, of states that are checked."""
+    first = states[0]
+    old = first["world_size"]
     mine = [s for s in states if s["rank"] == rank]
     if old == world_size and mine:
         return dict(mine[0])
     if len(states) == 1 and old > 1:
         if _tensors(first, plan, "per_rank", "sharded"):
-            warnings.warn(
+            warn_user(
                 f"load_state_dict: this state is of rank {first['rank']} of {old}, and this is "
                 f"rank {rank} of {world_size}: residuals start at zero. Save full_state_dict(), or "
-                "give the list of all ranks' states, to keep them",
-                stacklevel=3,
+                "give the list of all ranks' states, to keep them"
             )
         return {**first, "aggregators": _tensors(first, plan, "replicated")}
     moved = _tensors(first, plan, "replicated")
@@ -87,15 +132,11 @@ def merge_states(
     ):
         for name, tensors in shared.items():
             moved.setdefault(name, {}).update(tensors)
-    if world_size == 1:
-        for p in plan.parameters:
-            if p.name in moved and not p.aggregator.own_feedback:
-                _owe(moved[p.name])
     return {**first, "aggregators": moved}
 
 
-def _check_form(state: object) -> None:
-    """Check that `state` is a handle's state_dict in this version's format."""
+def check_form(state: object) -> None:
+    """Raise ConfigError unless `state` is a handle's state_dict in this version's format."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or type(version) is not int or version != 1:
         raise ConfigError("load_state_dict: not the state_dict of a gradwire handle (version 1)")
@@ -133,7 +174,7 @@ def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
             if fact == "feedback" and 1 in (world_size, state["world_size"]):
                 continue  # a single rank has no error feedback, whatever the arguments
             found = there[name].get(fact) if isinstance(there[name], Mapping) else None
-            if found != value:
+            if found != value and not (fact == "codec" and _same_method(found, value)):
                 raise ConfigError(
                     f"load_state_dict: parameter {name} has {fact} {found} in the state and "
                     f"{value} here: load a state with the same plan with which it was saved"
@@ -146,12 +187,33 @@ def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
             )
 
 
-def _check_tensors(state: Mapping[str, Any], plan: Plan, ranks: int) -> None:
+def _same_method(there: object, here: object) -> bool:
+    """Whether what is kept between steps means the same."""
+    return meaning(str(there)) == meaning(str(here))
+
+
+def _fitted(state: Mapping[str, Any], plan: Plan) -> Mapping[str, Any]:
+    """A state as of this plan's methods, whatever methods it was saved from. Of what another method
+    kept, what was not sent stays."""
+    parameters, aggregators = dict(state["parameters"]), dict(state["aggregators"])
+    for p in plan.parameters:
+        there, kept = parameters.get(p.name), aggregators.get(p.name)
+        if not isinstance(there, Mapping):
+            continue
+        here = p.facts()
+        parameters[p.name] = {**there, "codec": here["codec"], "feedback": here["feedback"]}
+        if isinstance(kept, Mapping) and not _same_method(there.get("codec"), here["codec"]):
+            owed = {key: kept[key] for key in (RESIDUAL, OWED) if key in kept}
+            aggregators[p.name] = owed
+    return {**state, "parameters": parameters, "aggregators": aggregators}
+
+
+def _check_tensors(state: Mapping[str, Any], plan: Plan, any_plan: bool) -> None:
     """Check that each tensor is as declared. A state from before the first step has none."""
     rank, world_size = state["rank"], state["world_size"]
     planned = {p.name: p for p in plan.parameters}
     for name, tensors in state["aggregators"].items():
-        declared = _declared(planned[name], ranks == 1) if name in planned else {}
+        declared = _declared(planned[name], any_plan) if name in planned else {}
         if not isinstance(tensors, Mapping):
             raise ConfigError(f"load_state_dict: the state of {name} is not a mapping of tensors")
         for key, tensor in tensors.items():
@@ -165,10 +227,10 @@ def _check_tensors(state: Mapping[str, Any], plan: Plan, ranks: int) -> None:
             _check_tensor(f"{key} of {name}", tensor, shape, declared[key].dtype)
 
 
-def _declared(parameter: ParameterPlan, alone: bool) -> dict[str, StateSpec]:
-    """The state that a parameter may have; `alone`: with one rank, which drops its residual."""
+def _declared(parameter: ParameterPlan, any_plan: bool) -> dict[str, StateSpec]:
+    """The state that a parameter may have; of any plan, a residual that will be owed, too."""
     kept = parameter.aggregator
-    if alone and not kept.own_feedback:
+    if any_plan and not kept.own_feedback:
         kept = ErrorFeedback(parameter.inner)
     return {**kept.states(parameter.shape), OWED: StateSpec((parameter.numel,))}
 
@@ -222,11 +284,16 @@ def _share_out(
     return shared
 
 
-def _owe(tensors: dict[str, torch.Tensor]) -> None:
-    """With one rank there is no error feedback: its residual is added to the next gradient."""
-    if RESIDUAL in tensors:
-        residual = tensors.pop(RESIDUAL)
-        tensors[OWED] = tensors[OWED] + residual if OWED in tensors else residual
+def _owed(
+    parameter: ParameterPlan, tensors: Mapping[str, torch.Tensor], ranks: int
+) -> dict[str, torch.Tensor]:
+    """The state with a residual that is not kept added to the next gradient; a single rank keeps
+    none for error feedback."""
+    method, found = parameter.inner if ranks == 1 else parameter.aggregator, dict(tensors)
+    if RESIDUAL in found and RESIDUAL not in method.states(parameter.shape):
+        residual = found.pop(RESIDUAL)
+        found[OWED] = found[OWED] + residual if OWED in found else residual
+    return found
 
 
 def _cut(

@@ -24,6 +24,7 @@ from gradwire.collectives.packing import expected_sizes
 from gradwire.engine import Communicator
 from gradwire.engine.topology import Topology
 from gradwire.lang import Codec, layout
+from gradwire.lang.kernels import MEND
 from gradwire.partition import Spec
 from gradwire.planner import ParameterPlan, Plan
 
@@ -175,11 +176,9 @@ def summary(
         stats: the handle's.
     """
     rows = _groups(plan, rank, ranks)
-    total = sum(p.numel for p in plan.parameters)
-    size = f"{len(plan.parameters)} parameters, {total:,} values"
     of = "" if plan.weights is None else " of gradients"
     lines = [
-        f"gradwire on {what}: {size}; rank {rank} of {ranks}; plan {plan.version}",
+        headline(what, plan, rank, ranks),
         *_table(["codec", "parameters", "values", "bits per value", "error feedback"], rows),
         f"  bytes{of} per step and rank: {_sent(expected, ranks)}",
     ]
@@ -194,7 +193,18 @@ def summary(
     lines.append(f"  {_residual_line(plan, rank, ranks, stats['residual_bytes'])}")
     if plan.weights is not None:
         lines.append(f"  {_weights_line(plan, stats)}")
+    if plan.rules.uncompiled:
+        lines.append(
+            "  no compiled kernels, so bf16 is sent in place of slow interpreted codecs: "
+            f"{plan.rules.uncompiled}; {MEND}"
+        )
     return "\n".join(lines)
+
+
+def headline(what: str, plan: Plan, rank: int, ranks: int) -> str:
+    """The first line of `summary`."""
+    size = f"{len(plan.parameters)} parameters, {sum(p.numel for p in plan.parameters):,} values"
+    return f"gradwire on {what}: {size}; rank {rank} of {ranks}; plan {plan.version}"
 
 
 def _groups(plan: Plan, rank: int, ranks: int) -> list[list[str]]:

@@ -64,6 +64,9 @@ class Update:
         self._prepared.result(timeout)
 
     def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def __str__(self) -> str:
         if self._prepared.done() and self._prepared.exception() is not None:
             state = "refused: the plan before it stays in force"
         elif self.in_force:
@@ -72,7 +75,7 @@ class Update:
             state = "pending: prepared here, in force from the next passes on, on all ranks at once"
         else:
             state = "pending: being prepared; wait() returns when it is"
-        return f"<update to plan {self.version}: {state}>"
+        return f"update to plan {self.version}: {state}"
 
 
 class Switch:
@@ -104,6 +107,7 @@ class Switch:
         self._plans = {plan.version: plan}  # the plan in force, and prepared ones
         self._prepared = plan.version
         self._waiting: list[tuple[Plan, Update]] = []
+        self._asked: list[Update] = []  # those in force are left out in time
         self._busy = False
         self._closed = False
         self._refused: dict[int, ConfigError] = {}  # by version, until it is in force
@@ -125,11 +129,17 @@ class Switch:
             self.newest = plan
             update = Update(plan.version, self)
             self._waiting.append((plan, update))
+            self._asked = [*(u for u in self._asked if not u.in_force), update]
             if self._busy:
                 return update
             self._busy = True
         self._owners[0].comm.workers.run(self._work)
         return update
+
+    def pending(self) -> list[Update]:
+        """The updates that are not in force, oldest first; none once the handle is detached."""
+        with self._lock:
+            return [] if self._closed else [*(u for u in self._asked if not u.in_force)]
 
     def _work(self) -> None:
         while True:
@@ -235,9 +245,9 @@ class Switch:
         between two passes; it waits until this rank has prepared what was requested."""
         with self._idle:
             self._idle.wait_for(lambda: not self._busy)
-            self._plans = {version: change(plan) for version, plan in self._plans.items()}
-            self.plan = self._plans[self.plan.version]
+            plans = {version: change(plan) for version, plan in self._plans.items()}
             self.newest = change(self.newest)
+            self._plans, self.plan = plans, plans[self.plan.version]
 
     def prepared(self, version: int) -> Plan:
         """A version that this rank has prepared, and not left behind yet."""

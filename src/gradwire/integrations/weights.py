@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +33,14 @@ from gradwire.collectives import AllGather
 from gradwire.collectives.legal import FLOATS
 from gradwire.engine import Outcome
 from gradwire.integrations.backward import in_backward
-from gradwire.integrations.fsdp import gathered, gathers_again, gathers_shards
+from gradwire.integrations.decoding import Decoding, InOrder
+from gradwire.integrations.fsdp import (
+    counts_of,
+    forward_of,
+    gathered,
+    gathers_again,
+    gathers_shards,
+)
 from gradwire.integrations.payloads import Payloads, kernels_of
 from gradwire.integrations.sharded_plan import GATHER
 from gradwire.lang import rng
@@ -53,6 +59,7 @@ class Weight:
     Attributes:
         member: the parameter as its gradient is reduced; None: it has none.
         codec: None: uncompressed.
+        unfit: uncompressed although the plan has a codec for it; see integrations/payloads.py.
         key: of the random numbers: equal on all replicas of a shard.
         version: of the weights when it was last encoded; None: it was not.
         step: the gradient's step from then.
@@ -63,6 +70,7 @@ class Weight:
     key: int
     version: int | None = None
     step: int = 0
+    unfit: bool = False
 
     def draw(self, version: int, frozen: bool) -> int:
         """The step of the random numbers; version 0 is that of weights that nobody counts. Those of
@@ -71,6 +79,22 @@ class Weight:
             self.version = version
             self.step = 0 if self.member is None else self.member.step
         return self.step
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a gather moves.
+
+    Attributes:
+        payloads: of all ranks, once the gather has ended.
+        own: what this rank's stand for, unchanged until payloads are decoded.
+        looks: whether a payload may be withheld.
+    """
+
+    layout: Payloads
+    payloads: torch.Tensor
+    own: torch.Tensor
+    looks: bool
 
 
 class WeightGather(FSDPAllGather):
@@ -105,6 +129,8 @@ class WeightGather(FSDPAllGather):
         self._payloads: Payloads | None = None
         self.version = OLD
         self._asked = 0
+        self._examined: list[object] | None = None  # of what this rank last looked for unfit values
+        self._found: list[int] = []  # then
         self._draws = 0  # gathers that drew anew from the same weights
 
     def allocate(
@@ -139,7 +165,8 @@ class WeightGather(FSDPAllGather):
 
     def agreed(self, device: torch.device) -> int:
         """The version of the weights that ranks agree on as they gather."""
-        needed = self.of.changes.agreed(self._asked, device, self.frozen)
+        forward = forward_of(self.record)
+        needed = self.of.changes.agreed(self._asked, device, self.frozen, forward)
         self._asked = self.of.changes.asked
         return needed
 
@@ -152,8 +179,19 @@ class WeightGather(FSDPAllGather):
         self._next = None
         if codecs != [weight.codec for weight in self.weights]:
             for weight, codec in zip(self.weights, codecs, strict=True):
-                weight.codec = codec
+                weight.codec, weight.unfit = codec, False
             self._payloads = self.kept = None
+
+    def _leave_out(self, unfit: Sequence[int]) -> None:
+        """Gather these parameters uncompressed until the plan changes, or a state is loaded: then
+        they are found again, so no state has them. Equal on all ranks."""
+        if not unfit:
+            return
+        for weight in (self.weights[at] for at in unfit):
+            weight.codec, weight.unfit = None, True
+        self._payloads = self.kept = None
+        self.version = OLD
+        self.of.left_out([self.names[at] for at in unfit])
 
     def gather(self, every: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
         """Gather this rank's values, with padding, into those of all ranks."""
@@ -163,19 +201,19 @@ class WeightGather(FSDPAllGather):
         if self.kept is not None and (again or (frozen and self.version >= needed)):
             layout.decode(self.kept, every)
             return None
-        payloads, ended = self._send(layout, own, self._keys(again))
+        sent, ended = self._send(layout, own, self._keys(again), own)
         if not again:
             keeps = self.of.keep == "payload" and (frozen or gathers_again(self.record))
-            self.kept = payloads if keeps else None
+            self.kept = sent.payloads if keeps else None
             self.version = self.of.changes.version if frozen else OLD
         sampled = None if again else self._sample(layout, own)
 
         def decode() -> None:
-            layout.decode(payloads, every)
+            layout.decode(sent.payloads, every)
             if sampled is not None:
                 sampled(every)
 
-        return self._decoding(ended, decode, payloads)
+        return self._decoding(sent, ended, decode, every)
 
     def _sample(self, layout: Payloads, own: torch.Tensor) -> Callable[[torch.Tensor], None] | None:
         """What notes the error of this rank's values, given those of all ranks decoded, where
@@ -194,31 +232,69 @@ class WeightGather(FSDPAllGather):
         return sample
 
     def _send(
-        self, layout: Payloads, own: torch.Tensor, keys: np.ndarray
-    ) -> tuple[torch.Tensor, Future[Outcome]]:
-        """Encode this rank's values and start to gather; (payloads of all ranks, when they are)."""
+        self, layout: Payloads, values: torch.Tensor, keys: np.ndarray, own: torch.Tensor
+    ) -> tuple[Sent, Future[Outcome]]:
+        """Encode this rank's `values`, which stand for its `own`, and start to gather."""
         rank = self.of.shard
         payloads = torch.empty(sum(layout.nbytes), dtype=torch.uint8, device=own.device)
-        layout.encode(own, payloads, rank, keys)
+        layout.encode(values, payloads, rank, keys)
+        looks = self._looks(layout)
+        if looks:
+            layout.withhold(payloads, rank, self._unfit(layout, values))
         request = AllGather(layout.own(payloads, rank), lengths=layout.nbytes, into=payloads)
         spec = request.spec("payloads of weights", 0, layout.ranks)
         item = request.item(spec, rng.Keys(0, 0), 0, rank, layout.ranks)
         raw_bytes = own.nbytes * (layout.ranks - 1)
-        return payloads, self.of.start(spec, item, GATHER, raw_bytes)
+        ended = self.of.start(spec, item, GATHER, raw_bytes)
+        return Sent(layout, payloads, own, looks), ended
+
+    def _looks(self, layout: Payloads) -> bool:
+        """Whether ranks look for unfit parameters in this gather: equal on all of them. On a GPU
+        hosts would wait for it in each step; there the first gather of a layout does."""
+        first = self._examined is None or self._rare or layout.device.type == "cpu"
+        return first and layout is self._payloads and not in_backward()
+
+    def _unfit(self, layout: Payloads, values: torch.Tensor) -> list[int]:
+        """Those of this rank. To look takes a tenth of the time to encode and decode, so it does
+        once torch has counted a change; foreach optimizers, which it does not count, make small
+        ones."""
+        counts = counts_of(self.record)
+        if self._rare or counts != self._examined:
+            self._examined, self._found = counts, layout.unfit(values, self.of.shard)
+        return self._found
+
+    @property
+    def _rare(self) -> bool:
+        """Whether the group is gathered only once its weights have changed."""
+        return self.frozen and self.of.keep in ("payload", "reference")
 
     def _decoding(
-        self, ended: Future[Outcome], decode: Callable[[], None], payloads: torch.Tensor
+        self,
+        sent: Sent,
+        ended: Future[Outcome],
+        decode: Callable[[], None],
+        every: torch.Tensor,
     ) -> dist.Work:
-        """The Work of a gather of `payloads`, which `decode` decodes as it has ended."""
+        """The Work of a gather into `every`; `decode` decodes payloads as they have arrived."""
 
-        def decode_anywhere() -> None:
+        def decode_anywhere() -> bool:
             # What a forward allocates in torch's inference mode may be changed in no other mode.
             with torch.inference_mode():
+                if sent.looks and sent.layout.withheld(sent.payloads):
+                    return False
                 decode()
+                return True
 
-        if payloads.device.type == "cuda":
-            return InOrder(self.of, ended, decode_anywhere, payloads)
-        return Decoding(self.of, ended, decode_anywhere)
+        def once_more() -> None:
+            self._leave_out(sent.layout.withheld(sent.payloads))
+            with self.of.exposed():
+                work = self.gather(every, sent.own)
+            if work is not None:
+                work.wait()
+
+        if sent.payloads.device.type == "cuda":
+            return InOrder(self.of, ended, decode_anywhere, once_more, sent.payloads)
+        return Decoding(self.of, ended, decode_anywhere, once_more)
 
     def rehearse(self, codecs: Sequence[Codec | None]) -> None:
         """Compile the kernels of these codecs."""
@@ -230,11 +306,12 @@ class WeightGather(FSDPAllGather):
     @property
     def kept_bytes(self) -> int:
         """Memory of what is kept between gathers."""
-        return 0 if self.kept is None else self.kept.nbytes
+        kept = self.kept  # a pass may drop it
+        return 0 if kept is None else kept.nbytes
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
-        self.kept, self.version = None, OLD
+        self.kept, self.version, self._examined = None, OLD, None
         for weight in self.weights:
             weight.version = None
 
@@ -244,7 +321,7 @@ class WeightGather(FSDPAllGather):
             pieces = gathered(self.record, own.numel(), ranks)
             codecs = [w.codec or Identity() for w in self.weights]
             known = Payloads(pieces, codecs, own.numel(), ranks, own.dtype, own.device)
-            self._payloads = known
+            self._payloads, self._examined = known, None
         return known
 
     def _keys(self, again: bool) -> np.ndarray:
@@ -255,74 +332,3 @@ class WeightGather(FSDPAllGather):
         steps = [w.draw(self.of.versions.steps, frozen) for w in self.weights]
         keys = np.array([w.key for w in self.weights], dtype=np.uint64)
         return rng.step_keys(keys, np.array(steps, dtype=np.int64), self._draws)
-
-
-class Decoding(dist.Work):
-    """The Work of a gather on the CPU: payloads are decoded as they have arrived, on the engine's
-    thread.
-
-    Args:
-        of: counts the time that waits take. Once an exception has ended a forward or backward,
-            FSDP2's `reset_iter_state` waits, and an error here is none of the script's any more.
-        ended: the gather of the payloads.
-        decode: called then.
-    """
-
-    def __init__(
-        self, of: GatheredWeights, ended: Future[Outcome], decode: Callable[[], None]
-    ) -> None:
-        super().__init__()
-        self._of = of
-        self._decoded: Future[None] = Future()
-        self._decode = decode
-        ended.add_done_callback(self._arrived)
-
-    def _arrived(self, ended: Future[Outcome]) -> None:
-        try:
-            ended.result()
-            self._decode()
-        except BaseException as error:
-            self._decoded.set_exception(error)
-        else:
-            self._decoded.set_result(None)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._of.exposed(), self._of.owner.awaited():
-            error = self._decoded.exception()
-        if error is not None and not self._of.abandoned:
-            raise error
-        return error is None
-
-    def is_completed(self) -> bool:
-        return self._decoded.done()
-
-
-class InOrder(dist.Work):
-    """The Work of a gather on a GPU: payloads are decoded on the stream that waits.
-
-    Args:
-        of: as of `Decoding`.
-        ended: the gather, queued on another stream.
-        decode: queues the decoding on the current stream.
-        payloads: memory that the current stream then reads.
-    """
-
-    def __init__(
-        self,
-        of: GatheredWeights,
-        ended: Future[Outcome],
-        decode: Callable[[], None],
-        payloads: torch.Tensor,
-    ) -> None:
-        super().__init__()
-        self._of, self._ended, self._decode, self._payloads = of, ended, decode, payloads
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._of.exposed(), self._of.owner.awaited():
-            error = self._ended.exception()
-        if error is not None and self._of.abandoned:
-            return False
-        self._ended.result()
-        self._payloads.record_stream(torch.cuda.current_stream(self._payloads.device))
-        self._decode()
-        return True

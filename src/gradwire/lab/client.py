@@ -254,6 +254,8 @@ class Lab:
             "MASTER_ADDR": links.address(0) if shaped else "127.0.0.1",
             "MASTER_PORT": str(next(self._ports) if shaped else free_port()),
             "GLOO_SOCKET_IFNAME": "eth0" if shaped else "lo",
+            # Rank 0 hosts the store, also where torchrun hosts one for this process.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         if "OMP_NUM_THREADS" not in os.environ:
             shared["OMP_NUM_THREADS"] = "1"

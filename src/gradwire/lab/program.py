@@ -31,5 +31,5 @@ def delay_line() -> str:
         raise ConfigError(
             f"the lab cannot compile its delay line, which replaces netem: {error}; "
             "install a C compiler, or set no latency, as in '1gbit,0ms'"
-        ) from error
+        ) from None
     return str(program)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lab.network import Network
 
 UNITS = ("step", "second", "share")
@@ -62,7 +62,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise self._bad(f"by is {self.unit!r}: use one of {', '.join(UNITS)}")
+            raise self._bad(f"by is {self.unit!r}: {use_one_of(self.unit, UNITS)}")
         if not self.phases:
             raise self._bad("it has no phases: give one or more")
         if self.phases[0].start != 0:
@@ -109,7 +109,7 @@ class Schedule:
             return cls.fixed(Network.parse(text))
         except ConfigError as error:
             known = ", ".join(SHIPPED)
-            raise ConfigError(f"{error}, or a schedule: {known} or FILE.yaml") from error
+            raise ConfigError(f"{error}, or a schedule: {known} or FILE.yaml") from None
 
     @property
     def changes(self) -> bool:
@@ -170,9 +170,9 @@ def _read(file: Path) -> Schedule:
     try:
         told = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule {file}: cannot be read ({error})") from error
+        raise ConfigError(f"schedule {file}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"schedule {file}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"schedule {file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(told, dict) or not {"by", "phases"} <= told.keys() <= _KEYS:
         raise ConfigError(f"schedule {file}: write the keys by and phases, and name if you like")
     name = told.get("name", file.stem)
@@ -202,7 +202,7 @@ def _made(where: str, name: str, unit: Any, told: Any) -> Schedule:
         try:
             phases.append(Phase(float(start), Network.parse(one["net"])))
         except ConfigError as error:
-            raise ConfigError(f"{at}: {error}") from error
+            raise ConfigError(f"{at}: {error}") from None
     return Schedule(name, unit, tuple(phases))
 
 

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class _Signature:
+    """`__signature__` of a codec's class: its options, where tools would take `Codec.__new__`'s."""
+
+    def __get__(self, codec: Codec | None, of: type[Codec]) -> inspect.Signature:
+        own = [*inspect.signature(of.__init__).parameters.values()][1:]
+        return inspect.Signature(own if hasattr(of, "__dataclass_fields__") else [])
+
+
 class Codec:
     """Base of every codec: a frozen dataclass whose fields are its options.
 
@@ -30,6 +38,8 @@ class Codec:
     frozen dataclass raises it when it is first instantiated. Codecs are equal if they are of one
     class and their options have equal types and bits: 1, 1.0 and True differ, as 0.0 and -0.0 do.
     """
+
+    __signature__ = _Signature()
 
     def __new__(cls, *args: object, **options: object) -> Self:
         # Kernels are cached by codec, and ranks compare its text: both must depend on options only.

@@ -28,9 +28,10 @@ def worst_error(codec: Codec) -> float:
 def _inputs(block: int) -> Iterator[torch.Tensor]:
     block = max(block, 2)
     blocks = max(2, _LEAST // block)
-    yield torch.randn(blocks * block, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    yield torch.randn(blocks * block, generator=generator, dtype=torch.float32)
     for small in _SMALL:
-        values = torch.full((blocks, block), small)
+        values = torch.full((blocks, block), small, dtype=torch.float32)
         values[:, 1::2] *= -1
         values[0, 0] = 1.0
         yield values.view(-1).clone()  # one large value in all

@@ -272,7 +272,7 @@ class _Row(RowMemory):
         return REDUCE[kind](torch.cat(partials).view(1, -1)).reshape(())
 
     def order_statistic(self, n: Node, rank: ir.Rank) -> Tensor:
-        window = torch.arange(-(-self.numel // rank.every))
+        window = torch.arange(-(-self.numel // rank.every), dtype=torch.int64)
         inside = (self.uniform(rank.stream, window) * rank.every).to(torch.int64)
         sample = (window * rank.every + inside).clamp(max=self.numel - 1)
         values = self.everywhere(n.args[0])[sample]
@@ -287,19 +287,20 @@ class _Row(RowMemory):
         key = (frame.source, n)
         if key not in self.row_memo:
             x = self.everywhere(n.args[0], frame.source).view(1, -1)
-            index = torch.arange(self.numel).view(1, -1)
+            index = torch.arange(self.numel, dtype=torch.int64).view(1, -1)
             self.row_memo[key] = self.rotated(x, index, rotation).view(-1)
         return _of_part(self.row_memo[key], frame.part, self.layout.block)
 
     def rotated(self, x: Tensor, index: Tensor, rotation: ir.Rotation) -> Tensor:
-        signs = torch.where(self.uniform(rotation.stream, index) < 0.5, 1.0, -1.0)
+        upper = self.uniform(rotation.stream, index) >= 0.5
+        signs = 1 - 2 * upper.to(torch.float32)
         return semantics.rotate(x.expand(index.shape), signs, rotation.inverse)
 
     def _select(self, n: Node, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.Size)
         capacity = n.attr.of(self.numel)
         conditions = [a for a in n.args if a.dtype == "bool"]
-        candidates = torch.arange(self.numel)
+        candidates = torch.arange(self.numel, dtype=torch.int64)
         if conditions:
             candidates = candidates[self.everywhere(conditions[0])]
         if n.args[0].dtype == "bool":
@@ -314,7 +315,8 @@ class _Row(RowMemory):
     def _fold(self, n: Node, frame: _Frame) -> Tensor:
         own, *peers = n.args
         part = frame.part
-        total = torch.full((part.blocks, part.m), -0.0)  # -0 + x is x, for -0 too
+        # -0 + x is x, for -0 too
+        total = torch.full((part.blocks, part.m), -0.0, dtype=torch.float32)
         for k in range(self.call.ranks):
             if k == self.call.rank:
                 total = total + self.evaluate(own, frame)
@@ -335,14 +337,14 @@ class _Row(RowMemory):
     def _matrix(self, n: Node, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.Shape)
         rows, columns = n.attr.of(self.numel)
-        padded = torch.zeros(rows * columns)
+        padded = torch.zeros(rows * columns, dtype=torch.float32)
         padded[: self.numel] = self.everywhere(n.args[0], frame.source)
         return padded.view(rows, columns)
 
     def _decompose(self, n: Node, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.Factor)
         m = self.evaluate(n.args[0], frame)
-        start = torch.arange(m.shape[1] * n.attr.rank).view(m.shape[1], n.attr.rank)
+        start = torch.arange(m.shape[1] * n.attr.rank, dtype=torch.int64).view(m.shape[1], -1)
         left = m @ (self.uniform(n.attr.stream, start) - 0.5)
         if bool(torch.isfinite(left).all()):
             left = torch.linalg.qr(left).Q

@@ -105,7 +105,7 @@ class RowMemory:
             )
         dtype = self.layout.position
         positions = self.received_tail(name, payload, entries, dtype, RUN)
-        blocks = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+        blocks = torch.arange(counts.numel(), dtype=torch.int64).repeat_interleave(counts)
         chosen = blocks * self.layout.block + positions
         ascending = bool((chosen[1:] > chosen[:-1]).all())
         if (

@@ -130,7 +130,7 @@ class ExactForms:
         nbytes = int(row["numel"]) * self.dtype.itemsize
         if self.device.type == "cpu":
             return view(address, nbytes)
-        return torch.as_tensor(_OnGPU(address, nbytes), device=self.device)
+        return torch.as_tensor(_OnGPU(address, nbytes), dtype=torch.uint8, device=self.device)
 
 
 class _OnGPU:

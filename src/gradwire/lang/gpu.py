@@ -81,6 +81,7 @@ def load(text: str) -> ModuleType:
     name = f"gradwire_{jit.digest(text)}"
     path = kernel_cache.folder() / f"{name}.py"
     if not path.is_file() or path.read_bytes() != text.encode():  # none, or cut short by a crash
+        kernel_cache.tell_of_compiling(path.parent)  # by Triton, when they are launched
         path = kernel_cache.put(path, text.encode())
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -107,7 +108,9 @@ class Device:
         derived = forms.derive(codec, native_name(dtype))
         self.statistics = triton_rows.statistics(derived.programs.values())
         table = derived.table or (0.0,)
-        self.numbers = functools.cache(lambda device: torch.tensor(table, device=device))
+        self.numbers = functools.cache(
+            lambda device: torch.tensor(table, dtype=torch.float32, device=device)
+        )
         # passed to kernels that read no payload; they never write to it
         self.unread = functools.cache(
             lambda device: torch.zeros(1, dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def level(name: str) -> Level:
     for one in LEVELS:
         if one.name == name:
             return one
-    known = ", ".join(one.name for one in LEVELS)
-    raise ConfigError(f"unknown instruction set {name!r}: use one of {known}")
+    known = [one.name for one in LEVELS]
+    raise ConfigError(f"unknown instruction set {name!r}: {use_one_of(name, known)}")
 
 
 def within(machine: str, features: frozenset[str]) -> tuple[Level, ...]:

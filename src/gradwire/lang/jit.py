@@ -76,11 +76,13 @@ def _load(source: str, path: str, flags: tuple[str, ...], folder: Path) -> ctype
         run([path, *flags, "-shared", str(text), "-o", str(library), "-lm"])
 
     library = folder / f"{digest(source, ' '.join(flags), version(path), _cpu())}.so"
+    if not kernel_cache.is_whole(library):
+        kernel_cache.tell_of_compiling(folder)
     try:
         library = kernel_cache.obtain(library, make)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise CompileError(f"{library} cannot be made or loaded: {error}") from error
+        raise CompileError(f"{library} cannot be made or loaded: {error}") from None
 
 
 def run(command: list[str], folder: Path | None = None) -> str:
@@ -90,7 +92,7 @@ def run(command: list[str], folder: Path | None = None) -> str:
             command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"{command[0]} failed: {error}") from error
+        raise CompileError(f"{command[0]} failed: {error}") from None
     if done.returncode != 0:
         output = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
         raise CompileError(f"{command[0]} failed: {output}")

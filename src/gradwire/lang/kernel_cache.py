@@ -1,8 +1,9 @@
 """The private folder of compiled code, and how a file in it is made, checked and replaced.
 
-Code is loaded from it, so it must belong to this user and be closed to writes of others. A file is
-written under another name and renamed, and ends with a digest of what precedes: a file that a crash
-or a full disk cut short is made anew, not loaded. Therefore nothing waits for the disk (fsync).
+Code is loaded from it, so it must belong to this user, and it and the folders above it must be
+closed to writes of others. A file is written under another name and renamed, and ends with a digest
+of what precedes: a file that a crash or a full disk cut short is made anew, not loaded. Therefore
+nothing waits for the disk (fsync).
 
 Where the folder cannot be used (no folder, read-only, full), the process goes on in a temporary
 folder of its own, with one warning. GRADWIRE_CACHE sets another folder, for debugging.
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.util import Finalize
@@ -26,6 +29,14 @@ from pathlib import Path
 
 from gradwire.errors import ConfigError
 
+log = logging.getLogger("gradwire")
+
+# What there is of kernels in the folder. It has measurements, too, and others' files if they like.
+_DIGEST = 32 * "?"
+_FILES = (
+    f"{_DIGEST}.so", f"{_DIGEST}.lock", f"gradwire_{_DIGEST}.py",
+    f"__pycache__/gradwire_{_DIGEST}.*.pyc", f"delay_line-{16 * '?'}*", "gradwire-scratch-*",
+)  # fmt: skip
 LOCK_SECONDS = 60.0  # a compilation takes one or two seconds; after this, compile without the lock
 _SEAL_NBYTES = 16
 
@@ -33,7 +44,8 @@ _SEAL_NBYTES = 16
 def folder() -> Path:
     """The user's private folder for compiled code, created if needed; or a temporary one.
 
-    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control, or a relative path.
+    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control, or a relative path;
+    and if others control TMPDIR, and the temporary folder is needed.
     """
     named = os.environ.get("GRADWIRE_CACHE")
     if named and not os.path.isabs(named):
@@ -49,8 +61,9 @@ def folder() -> Path:
     rejected = []
     for path in [Path(named)] if named else [*own, fallback]:
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            risk = _risk(path)
+            for one in (*reversed(path.parents), path):
+                one.mkdir(mode=0o700, exist_ok=True)
+            controlled = risk(path, (os.getuid(),))
             usable = os.access(path, os.W_OK | os.X_OK)
         except FileExistsError:
             rejected.append(f"{path}: not a folder")
@@ -58,25 +71,58 @@ def folder() -> Path:
         except OSError as error:
             rejected.append(f"{path}: {error.strerror}")
             continue
-        if risk is None and usable:
+        if controlled is None and usable:
             return path.resolve()  # so that a link that changes later has no effect
-        if risk is not None and named:
-            raise ConfigError(
-                f"GRADWIRE_CACHE={named}: {risk}, and gradwire runs code from there: name a folder "
-                "that belongs to you and that others cannot write to"
-            )
-        rejected.append(f"{path}: {risk or 'read-only'}")
+        if named:
+            refuse(f"GRADWIRE_CACHE={named}", controlled)
+        rejected.append(f"{path}: {controlled or 'read-only'}")
     return _temporary("; ".join(rejected))
 
 
-def _risk(path: Path) -> str | None:
-    """How another user controls what is read from this folder; None if none does."""
-    link, status = path.lstat(), path.stat()
-    if link.st_uid not in (os.getuid(), 0):
-        return f"it belongs to user {link.st_uid}"
-    if status.st_uid != os.getuid():
-        return f"{path.resolve()} belongs to user {status.st_uid}"
-    return "others can write to it" if status.st_mode & 0o022 else None
+def refuse(where: str, controlled: str | None) -> None:
+    """Raise `ConfigError` if another user controls a place of code, as `risk` says."""
+    if controlled is not None:
+        raise ConfigError(
+            f"{where}: {controlled}, and gradwire runs code from there: name a folder that belongs "
+            "to you, and where others cannot write to it or to one above it"
+        )
+
+
+def risk(path: Path, owners: Sequence[int] = ()) -> str | None:
+    """How another user controls what is read from this file or folder; None if none does.
+
+    As sshd's StrictModes, but for links: all folders and links on the way from / must belong to
+    this user or root, and be closed to writes of others. A folder above may be sticky instead (as
+    /tmp), where others can rename and remove only what is theirs.
+
+    Args:
+        owners: of the file or folder itself; by default those of the folders above.
+    """
+    # Who owns / controls the interpreter, too. In a user namespace, as in the lab, it is not 0.
+    known, end = {0, os.getuid(), Path("/").stat().st_uid}, path.stat()
+    for at in _way(path.absolute()):
+        status = at.lstat()
+        last = os.path.samestat(status, end)
+        if status.st_uid not in (owners if last and owners else known):
+            return f"{at} belongs to user {status.st_uid}"
+        sticky = status.st_mode & stat.S_ISVTX and not last
+        if status.st_mode & 0o022 and not sticky and not at.is_symlink():
+            return f"others can write to {at} (mend it by chmod go-w)"
+    return None
+
+
+def _way(path: Path) -> Iterator[Path]:
+    """All folders and links from / to `path`, those to which links lead included."""
+    for at in (*reversed(path.parents), path):
+        yield at
+        if at.is_symlink():
+            yield from _way(at.parent / at.readlink())
+
+
+def files() -> list[Path]:
+    """The folder's files of compiled code. Raises as `folder`."""
+    place = folder()
+    return sorted(path for pattern in _FILES for path in place.glob(pattern) if path.is_file())
 
 
 def obtain(path: Path, make: Callable[[Path], object]) -> Path:
@@ -85,13 +131,13 @@ def obtain(path: Path, make: Callable[[Path], object]) -> Path:
     Processes that want it at the same time make it once. The result is in a temporary folder if
     `path` cannot be written. Raises `OSError` if that fails, too.
     """
-    if _is_whole(path):
+    if is_whole(path):
         return path
     with _locked(path.with_suffix(".lock")):
-        if _is_whole(path):
+        if is_whole(path):
             return path
         with tempfile.TemporaryDirectory(prefix="gradwire-") as scratch:
-            made = Path(scratch) / path.name
+            made = _ours(Path(scratch)) / path.name
             make(made)
             data = made.read_bytes()
         return put(path, data + _seal(data))
@@ -109,7 +155,7 @@ def put(path: Path, data: bytes) -> Path:
 
 
 def _put(path: Path, data: bytes) -> Path:
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent)
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix="gradwire-scratch-")
     try:
         with open(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o700)  # programs, too
@@ -125,7 +171,7 @@ def _seal(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=_SEAL_NBYTES).digest()
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether there is a file whose end is the digest of the rest: some 0.1 ms."""
     try:
         data = path.read_bytes() if path.is_file() else b""
@@ -162,7 +208,23 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-_mutex = threading.Lock()  # forms are compiled in parallel, and warn once
+_mutex = threading.Lock()  # forms are compiled in parallel, and what is said is said once
+
+
+def tell_of_compiling(place: Path) -> None:
+    """Log, once per process, that kernels are compiled into a folder.
+
+    Of ranks that torchrun or another launcher started on a machine the first says it, whichever of
+    them compiles: all wait.
+    """
+    with _mutex:
+        _tell_of_compiling(place)
+
+
+@cache
+def _tell_of_compiling(place: Path) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning("gradwire: compiling kernels that are not yet in %s", place)
 
 
 def _temporary(reason: str) -> Path:
@@ -181,9 +243,15 @@ def _announce(reason: str) -> None:
     )
 
 
+def _ours(temporary: Path) -> Path:
+    """This new temporary folder. Raises `ConfigError` if TMPDIR lets others replace it."""
+    refuse(f"TMPDIR={temporary.parent}", risk(temporary))
+    return temporary
+
+
 @cache
 def _folder_of(process: int) -> Path:
-    path = Path(tempfile.mkdtemp(prefix="gradwire-"))
+    path = _ours(Path(tempfile.mkdtemp(prefix="gradwire-")))
     # not by atexit: workers that multiprocessing forks skip it; other forked children leave it be
     Finalize(None, shutil.rmtree, (path, True), exitpriority=-1)
     return path

@@ -8,15 +8,16 @@ and may run concurrently on different rows.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from gradwire.errors import CodecError, ConfigError
+from gradwire.errors import CodecError, ConfigError, use_one_of
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec, check_codec
@@ -24,7 +25,7 @@ from gradwire.lang.exact import Exact
 from gradwire.lang.exact_forms import ExactForms
 from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import Layout, layout, native_name
-from gradwire.lang.rows import ROW
+from gradwire.lang.rows import ROW, check_distances, check_table, check_workspace
 from gradwire.lang.trace import integer
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ BACKENDS: dict[str, Callable[[Codec, torch.dtype], Backend]] = {
     "triton": _gpu,
 }
 TARGETS = ("auto", *BACKENDS)
+MEND = "install a C compiler (apt install gcc), or a wheel that carries kernels"
 
 
 class Kernels:
@@ -98,23 +100,18 @@ class Kernels:
 
         Raises:
             CodecError: a malformed payload; with a mark, the mark raises it.
-            ConfigError: the form is unknown, or could not be compiled.
+            ConfigError: the form is unknown, or could not be compiled; or an argument is not as
+                described.
         """
         check_form(form)
-        assert rows.dtype == ROW, rows.dtype
-        assert rows.flags.c_contiguous, "rows: a contiguous table"
-        assert -1 <= rank < ranks, (rank, ranks)
-        assert threads >= 1, threads
-        read = (ranks - (rank >= 0)) * (1 + self.layout.redraws)
-        assert not read or distances is not None, f"{ranks} ranks, without distances"
-        if distances is not None:
-            assert distances.dtype == np.int64, distances.dtype
-            assert distances.flags.c_contiguous
-            assert distances.size >= read, (distances, read)
+        check_table(rows)
+        if not (-1 <= rank < ranks and threads >= 1):
+            raise ConfigError(f"rank {rank} of {ranks}, threads={threads}: no such call")
+        check_distances(distances, (ranks - (rank >= 0)) * (1 + self.layout.redraws))
         needed = self.workspace_nbytes(rows["numel"], threads, ranks)
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
-        assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
+        check_workspace(workspace, needed)
         failed = None if mark is None else mark.failed
         call = Call(ranks, rank, distances, factor, threads, workspace, failed)
         with compiler_needed():
@@ -163,7 +160,7 @@ def kernels(
             compiler, or target "triton" without Triton or a GPU.
     """
     if target not in TARGETS:
-        raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+        raise ConfigError(f"unknown target {target!r}: {use_one_of(target, TARGETS)}")
     check_codec(codec)
     for form in forms:
         check_form(form)
@@ -188,6 +185,24 @@ def _backend(codec: Codec, dtype: torch.dtype, target: str) -> Backend:
     return BACKENDS[target if fused else "eager"](codec, dtype)
 
 
+def needs_compiling(codec: Codec) -> bool:
+    """Whether a codec's kernels are much slower in target eager than in c. Those that store values
+    as they are or in 16 bits are not, nor is what torch's BLAS does on all targets."""
+    derived = forms.derive(codec, "fp32")
+    return derived.fused and not {*derived.operators} <= {"concat", "extract"}
+
+
+def uncompiled(codecs: Iterable[Codec]) -> str | None:
+    """Why target auto interprets one of these codecs on this machine's CPU, although it
+    `needs_compiling`; None if it interprets none."""
+    for codec in codecs:
+        library = _made(codec, torch.float32, "c").library if needs_compiling(codec) else None
+        reason = None if library is None else library.missing()
+        if reason is not None:
+            return reason
+    return None
+
+
 @lru_cache(maxsize=512)
 def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | None:
     """Why target c is not available here, or None if it is."""
@@ -201,7 +216,7 @@ def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | 
 def check_form(form: str) -> None:
     """Raise `ConfigError` for an unknown form."""
     if form not in FORMS:
-        raise ConfigError(f"unknown form {form!r}: use one of {', '.join(FORMS)}")
+        raise ConfigError(f"unknown form {form!r}: {use_one_of(form, FORMS)}")
 
 
 @contextlib.contextmanager
@@ -212,14 +227,22 @@ def compiler_needed() -> Iterator[None]:
     except jit.CompileError as error:
         raise ConfigError(
             f"target 'c': {error}; use target 'eager', or install a C compiler"
-        ) from error
+        ) from None
 
 
-@cache
-def announce(reason: str) -> None:
-    """Warn, once per reason, that eager kernels are used."""
+_announced: set[str] = set()
+_announcing = threading.Lock()
+
+
+def announce(reason: str, told: bool = False) -> None:
+    """Warn, once per reason, that eager kernels are used, unless the user was `told` otherwise."""
+    with _announcing:
+        known = told or reason in _announced
+        _announced.add(reason)
+    if known:
+        return
     warnings.warn(
-        f"gradwire: no compiled kernels, using slow eager ones: {reason}",
+        f"gradwire: no compiled kernels, using slow eager ones: {reason}; {MEND}",
         RuntimeWarning,
         stacklevel=4,
     )

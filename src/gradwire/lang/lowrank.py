@@ -10,7 +10,7 @@ the batch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -21,16 +21,18 @@ import torch
 from gradwire.lang import jit, prebuilt
 from gradwire.lang.emit import c
 from gradwire.lang.kernels import announce
+from gradwire.lang.rows import check_memory
 
+_CPU = torch.device("cpu")
 _LARGEST = 3.0e38  # a bound of an average's values above this counts as not finite
 _DEPENDENT = 1e-9  # relative norm of a column's remainder below which it is linearly dependent
 _CHEAP = 1e-8  # relative square of a remainder from which the Cholesky factor is accurate enough
 _LANES = 8  # a sum over a column adds every 8th value, and then the 8 sums in pairs
+_TENSORS = ("values", "residual", "basis", "start", "left", "own", "right")  # of `Factored`
 # emit/lowrank.c declares the same 80 bytes.
 _ROW = np.dtype(
     [
-        *((name, "<u8") for name in ("values", "residual", "basis")),
-        *((name, "<u8") for name in ("start", "left", "own", "right")),
+        *((name, "<u8") for name in _TENSORS),
         ("n", "<i8"),
         ("m", "<i8"),
         ("r", "<i4"),
@@ -99,16 +101,16 @@ def lowrank(matrices: Sequence[Factored]) -> LowRank:
 
 
 class Compiled:
-    """The steps as compiled code, on torch's number of threads."""
+    """The steps as compiled code, on torch's number of threads.
+
+    Raises:
+        ConfigError: a matrix or a factor is not what `Factored` says.
+    """
 
     def __init__(self, matrices: Sequence[Factored]) -> None:
         self._matrices = matrices  # keeps their memory
         self._threads = torch.get_num_threads()
-        rows = []
-        for a in matrices:
-            residual = 0 if a.residual is None else a.residual.data_ptr()
-            factors = [t.data_ptr() for t in (a.basis, a.start, a.left, a.own, a.right)]
-            rows.append((a.values.data_ptr(), residual, *factors, *a.values.shape, len(a.left), 0))
+        rows = [(*_addresses(a), *a.values.shape, len(a.left), 0) for a in matrices]
         self._rows = np.array(rows, _ROW)
         self._of = self._rows.ctypes.data, len(matrices), self._threads
 
@@ -127,6 +129,17 @@ class Compiled:
     def finish(self) -> list[bool]:
         _functions()["lowrank_finish"](*self._of)
         return [bool(kept) for kept in self._rows["kept"]]
+
+
+def _addresses(a: Factored) -> Iterator[int]:
+    """Of the tensors, as compiled code gets them: 0 for no residual."""
+    (n, m), r = a.values.shape, len(a.left)
+    numels = n * m, n * m, m * r, m * r, n * r, m * r, m * r
+    for name, numel in zip(_TENSORS, numels, strict=True):
+        tensor = getattr(a, name)
+        if tensor is not None or name != "residual":
+            check_memory(f"a matrix of {n} x {m}", name, tensor, numel, torch.float32, _CPU)
+        yield 0 if tensor is None else tensor.data_ptr()
 
 
 class Eager:

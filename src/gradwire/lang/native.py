@@ -85,6 +85,16 @@ class Library:
         for form, function in (found or {}).items():
             self._functions[form] = _typed(function)
 
+    def missing(self) -> str | None:
+        """Why forms are neither prebuilt nor can be compiled; None if they are, or can."""
+        if self.prebuilt:
+            return None
+        try:
+            prebuilt.compiled(c.series(), [RUNNER], self._why_compiled)  # small, and needed anyway
+        except jit.CompileError as error:
+            return str(error)
+        return None
+
     def ready(self, names: Sequence[str]) -> None:
         """Compile those of these forms that are missing, in parallel. Raises `jit.CompileError`."""
         missing = {name for name in names if name not in self._functions}

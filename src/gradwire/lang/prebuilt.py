@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwire.lang import isa, jit
+from gradwire.lang import isa, jit, kernel_cache
 
 if TYPE_CHECKING:
     Functions = dict[str, ctypes._NamedFuncPointer]
@@ -80,12 +80,15 @@ def compiled(text: str, names: Sequence[str], reason: str, more: tuple[str, ...]
     try:
         library = jit.load(text, more)
     except jit.CompileError as error:
-        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from error
+        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from None
     return {one: library[one] for one in names}
 
 
 def loaded() -> tuple[ctypes.CDLL | None, str]:
-    """The library for this CPU and its file; or None and the reason."""
+    """The library for this CPU and its file; or None and the reason.
+
+    Raises `ConfigError` for a GRADWIRE_KERNELS that others control.
+    """
     return _loaded(str(folder()), isa.allowed())
 
 
@@ -96,6 +99,8 @@ def _loaded(folder: str, levels: tuple[isa.Level, ...]) -> tuple[ctypes.CDLL | N
     for level in reversed(levels):
         path = Path(folder) / file_name(level.name)
         if path.exists():
+            if os.environ.get("GRADWIRE_KERNELS"):  # else as safe as this file beside it
+                kernel_cache.refuse(f"GRADWIRE_KERNELS={folder}", kernel_cache.risk(path))
             try:
                 _share_openmp()
                 return ctypes.CDLL(str(path)), str(path)

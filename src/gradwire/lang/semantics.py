@@ -32,12 +32,13 @@ def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
         return x.to(torch.float32)
     if dtype in ir.TOP:
         top = float(ir.TOP[dtype])
-        return _minimum(_maximum(x, torch.tensor(0.0)), torch.tensor(top)).to(torch.int64)
+        x = torch.where(x > 0.0, x, 0.0)
+        return torch.where(x < top, x, top).to(torch.int64)
     if dtype == "int32":
         x = torch.where(torch.isnan(x), 0.0, x).clamp(-LARGEST_INT32, LARGEST_INT32)
         return x.to(torch.int32)
     if dtype == "fp32":
-        return torch.where(torch.isnan(x), torch.tensor(math.nan), x)
+        return torch.where(torch.isnan(x), math.nan, x)
     if dtype != "fp16" or rounding == "saturated":
         largest = LARGEST[dtype]
         x = torch.where(torch.isfinite(x), x.clamp(-largest, largest), x)
@@ -96,7 +97,7 @@ def tree_sum(x: Tensor) -> Tensor:
     since the last addition of +0 turns -0 into +0.
     """
     blocks, m = x.shape
-    total = torch.zeros(blocks, 1 << (m - 1).bit_length())
+    total = torch.zeros(blocks, 1 << (m - 1).bit_length(), dtype=torch.float32)
     total[:, :m] = x
     while total.shape[1] > 1:
         half = total.shape[1] // 2
@@ -115,7 +116,7 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 def ordered(x: Tensor) -> Tensor:
     """int64 keys in the order of fp32 numbers: -0 before +0, any NaN the largest."""
-    bits = torch.where(torch.isnan(x), torch.tensor(math.nan), x).view(torch.int32).to(torch.int64)
+    bits = torch.where(torch.isnan(x), math.nan, x).view(torch.int32).to(torch.int64)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -174,11 +175,11 @@ def _join(digits: Tensor, per: int, base: int) -> Tensor:
     length = -(-m // per)
     cells = torch.zeros(blocks, per * length, dtype=torch.int64)
     cells[:, :m] = digits
-    weights = (base ** torch.arange(per)).view(1, per, 1)
+    weights = (base ** torch.arange(per, dtype=torch.int64)).view(1, per, 1)
     return (cells.view(blocks, per, length) * weights).sum(1).to(torch.uint8)
 
 
 def _split(packed: Tensor, per: int, base: int, m: int) -> Tensor:
-    weights = (base ** torch.arange(per)).view(1, per, 1)
+    weights = (base ** torch.arange(per, dtype=torch.int64)).view(1, per, 1)
     cells = packed.to(torch.int64).unsqueeze(1) // weights % base
     return cells.reshape(packed.shape[0], per * packed.shape[1])[:, :m]

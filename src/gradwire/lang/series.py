@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gradwire.errors import ConfigError
 from gradwire.lang import native
 from gradwire.lang.kernels import Kernels, check_form, compiler_needed
-from gradwire.lang.rows import ROW
+from gradwire.lang.rows import ROW, check_distances, check_table, check_workspace
 
 if TYPE_CHECKING:
     from gradwire.lang import gpu
@@ -70,7 +71,8 @@ class Series:
         together: False makes one call from Python per kernel call, on target c too.
 
     Raises:
-        ConfigError: a form is unknown, or could not be compiled.
+        ConfigError: a form is unknown, or could not be compiled; a call's rows, rank or threads
+            do not exist.
 
     Attributes:
         rows: number of rows of the table.
@@ -94,11 +96,11 @@ class Series:
         self.threads = threads
         self.together = together
         self.rows = len(numels)
-        assert threads >= 1, threads
         for call in calls:
             check_form(call.form)
-            assert 0 <= call.first < call.last <= self.rows, call
-            assert -1 <= call.rank < call.ranks, call
+            inside = 0 <= call.first < call.last <= self.rows and -1 <= call.rank < call.ranks
+            if not inside or threads < 1:
+                raise ConfigError(f"{call}, of {self.rows} rows, threads={threads}: no such call")
         self.distances = [
             (call.ranks - (call.rank >= 0)) * (1 + call.kernels.layout.redraws) for call in calls
         ]
@@ -135,6 +137,9 @@ class Series:
                 It must outlive all calls, and so must the memory that it points to.
             workspace: uint8[workspace_nbytes] or more.
             factor: of the scaled calls.
+
+        Raises:
+            ConfigError: the table or the workspace is not so.
         """
         return Bound(self, rows, workspace, factor)
 
@@ -145,10 +150,10 @@ class Bound:
     def __init__(
         self, series: Series, rows: np.ndarray, workspace: torch.Tensor, factor: float
     ) -> None:
-        assert rows.dtype == ROW, rows.dtype
-        assert rows.size == series.rows, (rows.size, series.rows)
-        assert rows.flags.c_contiguous, "rows: a contiguous table"
-        assert workspace.nbytes >= series.workspace_nbytes, series.workspace_nbytes
+        check_table(rows)
+        if rows.size != series.rows:
+            raise ConfigError(f"rows: a table of {rows.size}; the series is of {series.rows}")
+        check_workspace(workspace, series.workspace_nbytes)
         self._series = series
         self._rows = rows
         self._workspace = workspace
@@ -171,15 +176,13 @@ class Bound:
         Raises:
             CodecError: a malformed payload; the message names the form and the row, counted from
                 the call's first. Later calls are not made. With a mark, the mark raises it.
+            ConfigError: there are too few distances.
         """
         series = self._series
         read = max(series.distances[first:last], default=0)
-        given = 0 if distances is None else distances.size
-        assert given >= read, f"{given} distances, of {read}"
+        check_distances(distances, read)
         begin, end = series.before[first], series.before[last]
         if begin < end and distances is not None:
-            assert distances.dtype == np.int64, distances.dtype
-            assert distances.flags.c_contiguous
             self._entries["distances"][begin:end] = distances.ctypes.data
         step = max(1, end - begin) if series.together else 1
         made = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import forms, ir
 from gradwire.lang.codec import Codec, check_codec
 from gradwire.lang.exact import Exact, torch_name
@@ -33,7 +33,7 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
 
         fused = forms.derive(codec, native_name(dtype)).fused
         return gpu.source(codec, dtype) if fused else UNFUSED.format("# no Triton", "").rstrip()
-    raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(STAGES)}")
+    raise ConfigError(f"unknown stage {stage!r}: {use_one_of(stage, STAGES)}")
 
 
 def fingerprint(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:

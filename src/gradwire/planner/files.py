@@ -71,7 +71,7 @@ class PlanFile:
         except RecursionError:
             raise ConfigError(f"{path}: no plan: it is nested too deeply") from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: no plan: {error}") from error
+            raise ConfigError(f"{path}: no plan: {error}") from None
         rows = found.get("parameters") if isinstance(found, dict) else None
         version = found.get("gradwire_plan") if isinstance(found, dict) else None
         if not isinstance(rows, dict) or type(version) is not int or version != _FORMAT:
@@ -103,7 +103,7 @@ class PlanFile:
                 made.aggregator(name)
                 made.weight(name)
             except ConfigError as error:
-                raise ConfigError(f"{path}: parameter {name}: {error}") from error
+                raise ConfigError(f"{path}: parameter {name}: {error}") from None
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:

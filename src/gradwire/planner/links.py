@@ -131,7 +131,7 @@ class Links:
                 for name in ("alpha", "beta")
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"no links: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"no links: {type(error).__name__}: {error}") from None
         return cls(alpha, beta)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -148,7 +148,7 @@ class Links:
         try:
             return cls.read(Path(path).read_text("utf-8"))
         except (OSError, UnicodeDecodeError, ConfigError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{path}: {error}") from None
 
 
 def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:

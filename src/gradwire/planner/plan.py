@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -80,6 +81,16 @@ class ParameterPlan:
             "codec": self.how,
             "feedback": self.feedback,
         }
+
+
+# Options of codecs that say how a value is rounded and in what a grid's numbers are stored.
+_ROUNDS = r"\b(?:rounding|metadata)='\w*'(?:, )?"
+
+
+def meaning(how: str) -> str:
+    """A method's text without the options that change nothing in what it keeps between steps: a
+    residual is what was not sent, however that was rounded."""
+    return re.sub(_ROUNDS, "", how).replace(", )", ")")
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,7 @@ def make_plan(
         if parameter.dim() > 1 and chosen != Dense():
             what = None if refusal is None else f"parameter {known[0]}: {refusal}"
             refusals.setdefault(chosen, []).append(what)
+        chosen = rules.available(chosen, parameter.dtype)
         wrapped = chosen != Dense() and (rules.feedback or chosen.needs_feedback)
         # A single rank sends nothing, so there is no error to keep.
         has = isinstance(chosen, ErrorFeedback) or chosen.own_feedback

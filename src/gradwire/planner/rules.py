@@ -17,8 +17,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from gradwire.aggregators import Aggregator, Dense, registry
+import torch
+
+from gradwire.aggregators import Aggregator, Compressed, Dense, registry
+from gradwire.codecs import Cast
 from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.lang.kernels import MEND, needs_compiling
 
 _DENSE = Dense()
 
@@ -32,6 +37,7 @@ class Rules:
         include, exclude: patterns.
         overrides: (pattern, aggregator) of rule 1.
         feedback: whether error feedback applies to all compressed parameters.
+        uncompiled: why some rank has no compiled kernels, if codecs are replaced therefore.
     """
 
     default: Aggregator = _DENSE
@@ -39,6 +45,7 @@ class Rules:
     exclude: tuple[str, ...] = ()
     overrides: tuple[tuple[str, Aggregator], ...] = ()
     feedback: bool = False
+    uncompiled: str = ""
 
     def changed(self, options: Mapping[str, Any] | None = None, **arguments: Any) -> Rules:
         """These rules, changed by arguments of `attach`: codec, include, exclude, codecs or
@@ -102,6 +109,29 @@ class Rules:
             if matches(names, pattern):
                 return self.default, f"include: the pattern {pattern!r}"
         return (self.default if dimensions >= 2 else _DENSE), ""
+
+    def available(self, chosen: Aggregator, dtype: torch.dtype) -> Aggregator:
+        """`chosen`; or, if its kernels would be interpreted, what averages a parameter of this
+        dtype in 16 bits.
+
+        Raises:
+            ConfigError: an average of `chosen` includes momentum, which no other has.
+        """
+        if not self.uncompiled or not any(map(needs_compiling, chosen.encoders)):
+            return chosen
+        if chosen.replaces_momentum:
+            raise ConfigError(
+                f"{chosen} needs compiled kernels, and nothing stands in for it, since it replaces "
+                f"the optimizer's momentum: {self.uncompiled}; {MEND}, or let it be slow: "
+                'options=gw.Options(target="eager")'
+            )
+        codec = in_16_bits(dtype)
+        return _DENSE if codec is None else Compressed(codec)
+
+
+def in_16_bits(dtype: torch.dtype) -> Codec | None:
+    """The codec that stores values of a dtype in 16 bits; None, if that is what they have."""
+    return None if dtype.itemsize <= 2 else Cast("bf16")
 
 
 def check_coalesce_bytes(coalesce_bytes: object) -> None:

@@ -46,7 +46,7 @@ class Trips:
         Raises:
             TransportError: the peer did not answer.
         """
-        command = torch.tensor([there, back, times])
+        command = torch.tensor([there, back, times], dtype=torch.int64)
         ready = self._receive(torch.zeros(1, dtype=torch.uint8), _READY)
         self._send(command.view(torch.uint8), _COMMAND)
         outgoing, incoming = self._of(there), self._of(back)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gradwire import codecs
 from gradwire.codecs.text import parse
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec, layout
 from gradwire.lang.ir import Scope
 from gradwire.planner.rules import matches
@@ -23,6 +23,7 @@ from gradwire.planner.rules import matches
 SMALL = 4096
 BLOCK = 1024  # of sharded modules' codecs: blocks of some 16,000 lose accuracy (THESIS 5.6.1)
 _OF_GRADIENTS = codecs.OneBit, codecs.TBQ, codecs.Saturating  # signs, and what is not scaled
+_QSGD = {"metadata": "fp32", "rounding": "stochastic"}  # of weights, unless given
 KEEP = ("none", "payload", "redraw", "reference")
 
 M = TypeVar("M")
@@ -52,7 +53,7 @@ class WeightRules:
     def of(cls, weights: object, keep: str | None) -> WeightRules:
         """From the arguments of `attach`; raises ConfigError for one of a wrong type or value."""
         if keep is not None and keep not in KEEP:
-            raise ConfigError(f"keep={keep!r}: use one of {', '.join(map(repr, KEEP))}")
+            raise ConfigError(f"keep={keep!r}: {use_one_of(keep, KEEP)}")
         if not isinstance(weights, Mapping):
             return cls(weight_codec("weights", weights), (), keep)
         for pattern in weights:
@@ -90,8 +91,9 @@ class WeightRules:
 
 
 def weight_codec(argument: str, given: object) -> Codec | None:
-    """The codec that a user names for weights; None: uncompressed. A block of weights may lie far
-    from zero, so "qsgd" has fp32 metadata by default.
+    """The codec that a user names for weights; None: uncompressed. By default "qsgd" has fp32
+    metadata, since a block of weights may lie far from zero, and stochastic rounding, since ranks
+    do not have the random numbers with which "dithered" decodes.
 
     Raises:
         ConfigError: it is no codec, or none for weights: those must all arrive, with their size,
@@ -101,12 +103,14 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         return None
     if not isinstance(given, str | Codec):
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
-    advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest", "fp8" or "bf16"'
+    advice = 'use "randomshift:bits=8", "qsgd:bits=8", "fp8" or "bf16"'
+    if str(given).lower() in codecs.ELSEWHERE:  # of gradients
+        raise ConfigError(f"{argument}={given!r:.60}: unknown codec: {advice}")
     try:
-        codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
+        codec = codecs.get(_with_defaults(in_blocks(given), _QSGD))
         what = layout(codec)
     except ConfigError as error:
-        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
+        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from None
     if isinstance(codec, _OF_GRADIENTS):
         raise ConfigError(
             f"{argument}: {codec} is for gradients, and loses the size of a weight; {advice}"
@@ -119,7 +123,7 @@ def weight_codec(argument: str, given: object) -> Codec | None:
     if what.redraws:
         raise ConfigError(
             f"{argument}: {codec} decodes with the encoder's random numbers, which ranks do not "
-            f"have of weights; {advice}, or rounding=stochastic"
+            f"have of weights; {advice}, or rounding=stochastic or nearest"
         )
     return codec
 

@@ -100,13 +100,13 @@ def load(file: Path) -> Curves:
             link=_software(data.get("link", {})),
         )
     except OSError as error:
-        raise ConfigError(f"--curves {file}: {error.strerror}") from error
+        raise ConfigError(f"--curves {file}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"it has no key {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
             f"--curves {file}: not a file of curves ({reason}); "
             "docs/reference/simulator.md shows one"
-        ) from error
+        ) from None
 
 
 def _curve(numbers: Any) -> Curve:

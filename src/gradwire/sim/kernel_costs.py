@@ -31,8 +31,10 @@ _SLOW_S = 0.02  # if a call takes longer, larger sizes are skipped
 
 def kernel_curves(codec: Codec, threads: int, target: str = "auto") -> dict[str, Curve]:
     """The curve of each form of a codec, for fp32 values."""
-    values = torch.randn(_ARRAY, generator=torch.Generator().manual_seed(0))
-    of = kernels(codec, torch.float32, target), threads, values, torch.zeros(_ARRAY)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(_ARRAY, generator=generator, dtype=torch.float32)
+    residual = torch.zeros_like(values)
+    of = kernels(codec, torch.float32, target), threads, values, residual
     return {form: fit(_points(form, *of)) for form in FORMS}
 
 

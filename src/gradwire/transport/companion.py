@@ -52,7 +52,7 @@ def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
         backend = c10d.ProcessGroupGloo(store, rank, size, timeout=_timeout(group))
     except RuntimeError as error:
         text = f"rank {rank}: gloo could not connect to the other ranks of the group: {error}"
-        raise TransportError(text) from error
+        raise TransportError(text) from None
     beside = dist.ProcessGroup(store, rank, size)
     beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     beside._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)

@@ -107,7 +107,7 @@ class _Borrowed:
 
     def __init__(self, receive: _Receive) -> None:
         self.receive = receive
-        self.message = torch.zeros(0)
+        self.message = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> torch.Tensor:
         self.message = self.receive.message()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gradwire.errors import TransportError
+from gradwire.errors import ConfigError, TransportError, again
 from gradwire.transport import shm_library, shm_store
 from gradwire.transport.shm_operation import DONE, Done, ShmLoan, Transfer
 from gradwire.transport.shm_process import STORES, Stores
@@ -178,34 +178,33 @@ class Shm:
         self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None
     ) -> Transfer | Done:
         if self.error is not None:
-            raise self.error
-        nbytes = data.numel()
+            raise again(self.error)
+        address, nbytes = _bytes(data)
         counts = nbytes if in_use is None else in_use
-        handle = self.library.shm_send(
-            self.handle, self._slots[peer], data.data_ptr(), nbytes, counts, tag
-        )
+        handle = self.library.shm_send(self.handle, self._slots[peer], address, nbytes, counts, tag)
         if handle is None:
             return DONE
-        return self._started(Transfer(self, handle, data, data.numel(), peer, False))
+        return self._started(Transfer(self, handle, data, nbytes, peer, False))
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Transfer:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
+        address, nbytes = _bytes(data)
         handle = self.library.shm_receive(
-            self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag, False
+            self.handle, self._slots[peer], address, nbytes, tag, False
         )
-        return self._started(Transfer(self, handle, data, data.numel(), peer, True))
+        return self._started(Transfer(self, handle, data, nbytes, peer, True))
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> ShmLoan:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         assert nbytes > 0
         handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
         return ShmLoan(self._started(Transfer(self, handle, None, nbytes, peer, True)))
 
     def _started(self, operation: Transfer) -> Transfer:
         if operation.handle == shm_library.REFUSED:
-            raise self.error or self.stopped()
+            raise again(self.error or self.stopped())
         self.under_way.add(operation)
         return operation
 
@@ -238,6 +237,17 @@ class Shm:
             self.store, self.lent_from = None, {}  # views of the stores may still be in use
             if self.fd >= 0:
                 self.passed()
+
+
+def _bytes(data: torch.Tensor) -> tuple[int, int]:
+    """The address of a message, and its bytes."""
+    if data.dtype is not torch.uint8 or not data.is_contiguous() or data.device.type != "cpu":
+        of = "" if data.is_contiguous() else ", not contiguous"
+        raise ConfigError(
+            f"a message is {data.numel()} x {data.dtype} on {data.device}{of}: "
+            "give contiguous uint8 on the CPU"
+        )
+    return data.data_ptr(), data.numel()
 
 
 def _let_go(library: Any, handle: int, pid: int) -> None:

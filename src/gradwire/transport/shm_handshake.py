@@ -1,31 +1,33 @@
 """The handshake by which ranks find out with which peers they can share memory, and map it.
 
 A rank's segment and its process's store are anonymous files (memfd), whose descriptors are passed
-through an abstract unix socket (SCM_RIGHTS). They have no entry in any file system, so killed ranks
-leave nothing behind, and the size of /dev/shm, which is 64 MB in many containers, does not bound
-them. Abstract sockets belong to a network namespace, so containers and the lab's nodes, which have
-one each, do not connect to each other by mistake.
+through an abstract unix socket (`shm_sockets`). They have no entry in any file system, so killed
+ranks leave nothing behind, and the size of /dev/shm, which is 64 MB in many containers, does not
+bound them. Abstract sockets belong to a network namespace, so containers and the lab's nodes, which
+have one each, do not connect to each other by mistake.
 
 The steps, each an exchange over gloo of all ranks (2 and 3: of the ranks of one machine):
 
-1. Each rank sends to all others its machine, a random token, and whether it can share memory.
-2. In each pair on one machine, the higher rank connects to the socket named by the other's token
-   and sends its descriptors; then both tell each other whether that succeeded.
-3. The lower rank accepts, and answers with its own descriptors. Both map what they received, except
-   a store that they have mapped for an earlier group, and tell each other whether that succeeded.
-   The pair uses shared memory only if it did for both.
+1. Each rank sends to all others its machine, a secret random token, and whether it can share
+   memory.
+2. In each pair on one machine, the higher rank connects to the lower one's socket, and sends its
+   token and descriptors; then both tell each other whether that succeeded.
+3. The lower rank answers with its own token and descriptors. Both map what they received, except a
+   store that they have mapped for an earlier group, and tell each other whether that succeeded. The
+   pair uses shared memory only if it did for both.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
-import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,15 +36,15 @@ import torch
 from gradwire.transport import shm_library
 from gradwire.transport.protocol import Transport
 from gradwire.transport.shm import Shm
+from gradwire.transport.shm_sockets import TOKEN, PeerListener, Said, alive, connect
 
 log = logging.getLogger("gradwire")
 
 # Beyond all tags of collectives.
 _HELLO_TAG, _CONNECTED_TAG, _MAPPED_TAG = ((1 << 30) - n for n in (4, 3, 2))
 _ANSWER_S = 10.0  # within one machine, after the peer has announced the connection
-_HELLO = struct.Struct("<8s16s16s?")
-_TOKEN = 16  # bytes
-_NO_STORE = bytes(_TOKEN)
+_HELLO = struct.Struct(f"<8s16s{TOKEN}s?")
+_NO_STORE = bytes(TOKEN)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Hello:
     Attributes:
         version: of the segment layout, see `shm_library.version`.
         machine: digest of its machine's name.
-        token: names its socket.
+        token: by which the ranks of its machine find and know it.
         able: whether it can share memory.
     """
 
@@ -90,16 +92,14 @@ def share(carrier: Transport, machine: str | None = None) -> tuple[Shm | None, f
     if not others:
         return None, frozenset()
     with ExitStack() as stack:
-        token = secrets.token_bytes(_TOKEN)
+        token = secrets.token_bytes(TOKEN)
         reason = shm_library.unavailable()
         listener = None
         if reason is None:
             try:
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-                listener.bind(_address(token))
-                listener.listen(carrier.world_size)
+                listener = stack.enter_context(closing(PeerListener(token)))
             except OSError as error:
-                listener, reason = None, f"no unix socket: {error}"
+                reason = f"no unix socket: {error}"
         digest = hashlib.blake2b((machine or machine_name()).encode(), digest_size=16).digest()
         hello = _Hello(shm_library.version(), digest, token, listener is not None)
         hellos = _hellos(carrier, others, hello)
@@ -122,111 +122,84 @@ def _pair_up(
     peers: list[int],
     hellos: Mapping[int, _Hello],
     token: bytes,
-    listener: socket.socket,
+    listener: PeerListener,
 ) -> tuple[Shm | None, frozenset[int], str | None]:
     """Steps 2 and 3: this rank's end, the peers it reaches, and why it does not reach another."""
-    rank, shm, reason = carrier.rank, None, None
+    rank = carrier.rank
+    try:
+        shm = Shm(rank, carrier.world_size, peers, carrier.timeout)
+    except OSError as error:
+        for tag in (_CONNECTED_TAG, _MAPPED_TAG):
+            _verdicts(carrier, dict.fromkeys(peers, False), tag)
+        return None, frozenset(), str(error)
     sockets: dict[int, socket.socket] = {}
     mapped: set[int] = set()
+    reasons: list[str] = []
     with ExitStack() as stack:
-        try:
-            shm = Shm(rank, carrier.world_size, peers, carrier.timeout)
-        except OSError as error:
-            reason = str(error)
         for peer in [p for p in peers if p < rank]:
-            if shm is None:
-                break
-            end = stack.enter_context(socket.socket(socket.AF_UNIX))
-            try:
-                end.settimeout(_ANSWER_S)
-                end.connect(_address(hellos[peer].token))
-                _hand_over(end, shm, token)
+            with _noting(reasons, peer):
+                end = stack.enter_context(connect(hellos[peer].token, _ANSWER_S))
+                _said(shm, token).send(end)
                 sockets[peer] = end
-            except OSError as error:
-                reason = f"rank {peer}: {error}"
-        mine = {p: shm is not None and (p > rank or p in sockets) for p in peers}
+        mine = {p: p > rank or p in sockets for p in peers}
         theirs = _verdicts(carrier, mine, _CONNECTED_TAG)
-        if shm is not None:
-            coming = {hellos[p].token: p for p in peers if p > rank and theirs[p]}
-            answers = {p: end for p, end in sockets.items() if theirs[p]}
+        agreed = {p: hellos[p].token for p in peers if mine[p] and theirs[p]}
+        coming = {p: known for p, known in agreed.items() if p > rank}
+        deadline = time.monotonic() + _ANSWER_S
+        while coming:
             try:
-                _accept(listener, shm, coming, mapped)
-                for peer, end in answers.items():
-                    _take(end, shm, peer, mapped)
+                end, said = listener.next(deadline - time.monotonic())
             except OSError as error:
-                reason = f"{type(error).__name__}: {error}"
+                reasons.append(str(error))
+                break
+            if (found := _rank(said, coming)) is not None:
+                del coming[found]
+                with _noting(reasons, found), end:
+                    _said(shm, token).send(end)
+                    _map(shm, found, end, said)
+                    mapped.add(found)
+        for peer in [p for p in sockets if p in agreed]:
+            with _noting(reasons, peer), sockets[peer] as end:
+                said = Said.receive(end, stack)
+                if _rank(said, {peer: agreed[peer]}) is None:
+                    raise PermissionError("another process listens on its socket")
+                _map(shm, peer, end, said)
+                mapped.add(peer)
         listener.close()  # ends the waits of peers that still expect an answer
     theirs = _verdicts(carrier, {p: p in mapped for p in peers}, _MAPPED_TAG)
     reached = frozenset(p for p in mapped if theirs[p])
-    if shm is not None:
-        shm.passed()
-        if not reached:
-            shm.close()
-            shm = None
-    return shm, reached, reason
-
-
-def _accept(listener: socket.socket, shm: Shm, coming: dict[bytes, int], mapped: set[int]) -> None:
-    """Answer the peers `coming`, by their tokens; close connections of strangers."""
-    listener.settimeout(_ANSWER_S)
-    while coming:
-        end, _ = listener.accept()
-        with end:
-            end.settimeout(_ANSWER_S)
-            with _received(end) as (token, store, fds):
-                peer = coming.pop(token, None)
-                if peer is not None and fds:
-                    _hand_over(end, shm, token)
-                    _connect(end, shm, peer, store, fds)
-                    mapped.add(peer)
-
-
-def _take(end: socket.socket, shm: Shm, peer: int, mapped: set[int]) -> None:
-    """Receive the peer's answer, and map its memory."""
-    with _received(end) as (_, store, fds):
-        if fds:
-            _connect(end, shm, peer, store, fds)
-            mapped.add(peer)
-
-
-def _hand_over(end: socket.socket, shm: Shm, token: bytes) -> None:
-    """Send the tokens of this rank and of its store, if any, with both descriptors."""
-    store, fd = shm.lends or (_NO_STORE, None)
-    socket.send_fds(end, [token + store], [shm.fd] if fd is None else [shm.fd, fd])
+    shm.passed()
+    if not reached:
+        shm.close()
+    return shm if reached else None, reached, next(iter(reasons), None)
 
 
 @contextmanager
-def _received(end: socket.socket) -> Iterator[tuple[bytes, bytes, list[int]]]:
-    """Receive what `_hand_over` sends; the descriptors are closed on exit."""
-    flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
-    said, fds, _, _ = socket.recv_fds(end, 2 * _TOKEN, 2, flags)
+def _noting(reasons: list[str], peer: int) -> Iterator[None]:
+    """A pair that fails leaves the others."""
     try:
-        yield said[:_TOKEN], said[_TOKEN:], fds
-    finally:
-        for fd in fds:
-            os.close(fd)
+        yield
+    except OSError as error:
+        reasons.append(f"rank {peer}: {error}")
 
 
-def _connect(end: socket.socket, shm: Shm, peer: int, store: bytes, fds: list[int]) -> None:
-    lends = (store, fds[1]) if len(fds) == 2 and store != _NO_STORE else None
-    shm.connect(peer, fds[0], _alive(end), lends)
+def _said(shm: Shm, token: bytes) -> Said:
+    """What this rank says."""
+    store, *fd = shm.lends or (_NO_STORE,)
+    return Said(token, store, (shm.fd, *fd))
 
 
-def _alive(end: socket.socket) -> int:
-    """A descriptor that is readable once the process at the other end has ended.
-
-    It is a pidfd where the kernel has them: a child that the peer forks, such as a data loader's
-    worker, inherits the socket and would keep it open.
-    """
-    pid = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # an old kernel, a seccomp filter, or another PID namespace (pid 0)
-        return os.dup(end.fileno())
+def _rank(said: Said, tokens: Mapping[int, bytes]) -> int | None:
+    """The rank that says this; None: not one of these."""
+    found = (p for p, token in tokens.items() if hmac.compare_digest(token, said.token))
+    return next(found, None)
 
 
-def _address(token: bytes) -> str:
-    return f"\0gradwire-{token.hex()}"
+def _map(shm: Shm, peer: int, end: socket.socket, said: Said) -> None:
+    """Map the peer's segment and its store, if it has one."""
+    segment, *store = said.fds
+    lends = (said.store, store[0]) if store and said.store != _NO_STORE else None
+    shm.connect(peer, segment, alive(end), lends)
 
 
 def _hellos(carrier: Transport, others: list[int], hello: _Hello) -> dict[int, _Hello]:

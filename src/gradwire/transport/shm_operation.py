@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.errors import TransportError
+from gradwire.errors import TransportError, again
 from gradwire.transport import shm_store
 from gradwire.transport.shm_library import Ended
 
@@ -77,7 +77,7 @@ class Transfer:
                     f"rank {self.peer} sent {detail} bytes where {self.nbytes} were expected"
                 )
         elif result == Ended.STOPPED:
-            raise end.error or end.stopped()
+            raise again(end.error or end.stopped())
         else:
             blamed = detail if result == Ended.FAILED else None
             reason = _REASONS[result].format(timeout=end.timeout, blamed=blamed)

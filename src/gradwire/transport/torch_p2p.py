@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import TransportError
+from gradwire.errors import TransportError, again
 from gradwire.transport.protocol import Loan
 
 # gradwire's tags start high, so that the user's own messages on the group never match them.
@@ -105,12 +105,12 @@ class TorchP2P:
         what: str,
     ) -> _Work:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         start: Callable[..., dist.Work] = getattr(self.group, operation)
         try:
             return _Work(self, start([data], peer, TAG_BASE + tag), data, peer, what)
         except RuntimeError as error:
-            raise self.explain(peer, what, error) from error
+            raise self.explain(peer, what, error) from None
 
     def explain(
         self, peer: int, what: str, error: RuntimeError, blamed: int | None = None
@@ -165,7 +165,7 @@ class _Work:
         try:
             work.wait(timedelta(seconds=owner.timeout))
         except RuntimeError as error:
-            raise owner.explain(self.peer, self.what, error) from error
+            raise owner.explain(self.peer, self.what, error) from None
         finally:
             del owner.waiting[self]
 
@@ -174,7 +174,9 @@ def end_waits(group: dist.ProcessGroup) -> None:
     """End all waits of this rank in a gloo group, and close its connections, by a wait that times
     out."""
     with suppress(RuntimeError):
-        last = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), TAG_BASE - 1)
+        last = group.recv(
+            [torch.zeros(1, dtype=torch.uint8)], (group.rank() + 1) % group.size(), TAG_BASE - 1
+        )
         last.wait(timedelta(milliseconds=1))
 
 

@@ -156,6 +156,7 @@ _STEP = (
     "step_seconds:amount compute_seconds:amount communication_seconds:amount "
     "exposed_seconds:amount turn_seconds:amounts"
 )
+_STEP_MORE = "machines:positive transport:text load:amount cores:positive"
 _PROBED = "ranks:positive net:text cached:flag"
 _ERROR = (
     "task:text at:count steps:positive ranks:positive method:text algorithm:text "
@@ -276,7 +277,7 @@ KINDS = (
         f"{_PROBED} codec:text form:text call:amount value:amount payload:amount",
         "threads:positive", part="curve",
     ),
-    _kind("doctor", "part available method", _STEP),
+    _kind("doctor", "part available method", _STEP, _STEP_MORE),
     _kind("doctor", "part available step_seconds", _STEP),  # without its method: refused
     _kind("doctor", "part available detail", "part:text available:flag detail:text"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from gradwire.bench.tasks.gpt import Gpt
 from gradwire.bench.tasks.image import Image, ResNet50
 from gradwire.bench.tasks.task import Batch, Score, Task
 from gradwire.bench.tasks.word_gpt import WordGpt
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 __all__ = ["REGISTRY", "Batch", "Score", "Task", "get", "shapes"]
 
@@ -31,7 +31,7 @@ def get(name: str, **options: object) -> Task:
         ConfigError: the name or an option is unknown; the message lists the known ones.
     """
     if name not in REGISTRY:
-        raise ConfigError(f"unknown task {name!r}; known: {', '.join(sorted(REGISTRY))}")
+        raise ConfigError(f"unknown task {name!r}: {use_one_of(name, sorted(REGISTRY))}")
     factory = REGISTRY[name]
     defaults = {field.name: field.default for field in dataclasses.fields(factory)}
     if "split" in options and "split" not in defaults:
@@ -42,7 +42,7 @@ def get(name: str, **options: object) -> Task:
     for option, value in options.items():
         if option not in defaults:
             raise ConfigError(
-                f"task {name!r} has no option {option!r}; it has: {', '.join(sorted(defaults))}"
+                f"task {name!r} has no option {option!r}: {use_one_of(option, sorted(defaults))}"
             )
         _check_type(name, option, value, defaults[option])
     return factory(**options)  # type: ignore[arg-type]

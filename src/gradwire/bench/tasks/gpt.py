@@ -93,7 +93,7 @@ class Gpt(Task):
 
     def _sequences(self, text: Tensor, starts: Tensor) -> Batch:
         """Sequences of `context` symbols, and the symbol that follows each: int64, [n, context]."""
-        positions = starts[:, None] + torch.arange(self.context + 1)
+        positions = starts[:, None] + torch.arange(self.context + 1, dtype=torch.int64)
         window = text[positions].long()
         return window[:, :-1], window[:, 1:]
 
@@ -111,7 +111,7 @@ class GptModel(nn.Module):
         self._initialise(size)
 
     def forward(self, given: Tensor) -> Tensor:
-        positions = torch.arange(given.shape[1], device=given.device)
+        positions = torch.arange(given.shape[1], dtype=torch.int64, device=given.device)
         x = self.embedding(given) + self.position(positions)  # [n, context, width]
         for block in self.blocks:
             x = block(x)

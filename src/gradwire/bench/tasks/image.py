@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from gradwire.bench.tasks.image_data import ImageData, load
 from gradwire.bench.tasks.image_models import CLASSES, ImageNetwork, get_network
 from gradwire.bench.tasks.task import Batch, Score, Task
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 SPLITS = ("iid", "by-class")
 _EVALUATION_BATCH = 250
@@ -63,7 +63,7 @@ class Image(Task):
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
-            raise ConfigError(f"split={self.split}: use one of {', '.join(SPLITS)}")
+            raise ConfigError(f"split={self.split}: {use_one_of(self.split, SPLITS)}")
         self._size()
 
     def describe(self) -> str:
@@ -98,7 +98,8 @@ class Image(Task):
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         data = self._data()
-        chosen = torch.arange(min(self.test_images, len(data.test_labels)))[part::parts]
+        count = min(self.test_images, len(data.test_labels))
+        chosen = torch.arange(count, dtype=torch.int64)[part::parts]
         for some in chosen.split(_EVALUATION_BATCH):
             images = data.test_images[some].contiguous(memory_format=self._format())
             yield images, data.test_labels[some]
@@ -129,4 +130,5 @@ def _of_classes(data: str, rank: int, ranks: int) -> Tensor:
     """The training images of one rank's classes, as indices."""
     assert 0 <= rank < ranks, "a split by class needs the number of ranks"
     own = [c for c in range(CLASSES) if c % ranks == rank % CLASSES]
-    return torch.isin(load(data).train_labels, torch.tensor(own)).nonzero()[:, 0]
+    labels = torch.tensor(own, dtype=torch.int64)
+    return torch.isin(load(data).train_labels, labels).nonzero()[:, 0]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # by the package's file list
 DATA_SETS = ("auto", "fashion", "digits")
@@ -53,7 +53,7 @@ def load(data: str, folder: Path = DEBIAN_FOLDER) -> ImageData:
         ConfigError: the name is unknown, files are missing or damaged, or scikit-learn is missing.
     """
     if data not in DATA_SETS:
-        raise ConfigError(f"unknown image data {data!r}; known: {', '.join(DATA_SETS)}")
+        raise ConfigError(f"unknown image data {data!r}: {use_one_of(data, DATA_SETS)}")
     present = (folder / "train-images-idx3-ubyte.gz").exists()
     if data == "fashion" and not present:
         raise ConfigError(

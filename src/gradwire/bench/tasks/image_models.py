@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 
 CLASSES = 10
 
@@ -50,7 +50,7 @@ def get_network(name: str, channels: int, hidden: int) -> ImageNetwork:
         ConfigError: there is none of that name, a size is negative, or it has no hidden layer.
     """
     if name not in NETWORKS:
-        raise ConfigError(f"network={name}: use one of {', '.join(NETWORKS)}")
+        raise ConfigError(f"network={name}: {use_one_of(name, NETWORKS)}")
     own = NETWORKS[name]
     for option, size in (("channels", channels), ("hidden", hidden)):
         if size < 0:

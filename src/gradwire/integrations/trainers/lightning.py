@@ -66,7 +66,7 @@ class GradwireCallback(Callback):
             return
         if step % every == 0 and step != self._logged:  # batches may be accumulated
             self._logged = step
-            found = {f"gradwire/{name}": value for name, value in handle.metrics().items()}
+            found = handle.metrics(prefix="gradwire/")
             for logger in trainer.loggers:
                 logger.log_metrics(found, step=step - 1)  # as Lightning counts what it logs
 

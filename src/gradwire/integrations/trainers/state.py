@@ -51,7 +51,7 @@ def read(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: not a file that gradwire wrote, or a damaged one: give the path of one that "
             f"has the state of all ranks ({str(error).splitlines()[0]:.80})"
-        ) from error
+        ) from None
     return dict(found)
 
 

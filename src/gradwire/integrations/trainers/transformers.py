@@ -64,7 +64,8 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
     """Compress what every later `trainer.train()` synchronises (DDP, or FSDP2).
 
     The state of all ranks is in `checkpoint-N/gradwire.pt`, which
-    `trainer.train(resume_from_checkpoint=...)` loads at any number of ranks.
+    `trainer.train(resume_from_checkpoint=...)` loads at any number of ranks. What the trainer logs
+    of training has `handle.metrics()` of rank 0, as "gradwire/...".
 
     Args:
         codec, options: as in `gw.attach`.
@@ -87,7 +88,7 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
         )
     callback = CompressionCallback(trainer, Compression(codec, options))
     trainer.add_callback(callback)
-    train, signature = trainer.train, inspect.signature(trainer.train)
+    train, signature, log = trainer.train, inspect.signature(trainer.train), trainer.log
 
     @functools.wraps(train)
     def resuming(*args: Any, **kwargs: Any) -> Any:  # callbacks are not told where it resumes
@@ -95,5 +96,12 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
         callback.resumes = given.get("resume_from_checkpoint")
         return train(*args, **kwargs)
 
-    trainer.train = resuming
+    @functools.wraps(log)
+    def logging(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        handle, trains = callback.handle, "loss" in logs  # else an evaluation, or the summary
+        if trains and handle is not None and handle.attached and trainer.is_world_process_zero():
+            logs.update(handle.metrics(prefix="gradwire/"))
+        return log(logs, *args, **kwargs)  # on_log is too late: loggers are called before it
+
+    trainer.train, trainer.log = resuming, logging
     return callback
