@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -153,6 +153,25 @@ def test_a_death_is_named_by_whoever_waits_for_an_agreement() -> None:
         kind, peer, text = report
         assert (kind, peer) == ("TransportError", 1), (death.__name__, report)
         assert f"rank {rank} has died" in text or f"rank {rank} failed" in text, report
+
+
+def attaches_replicas(rank: int) -> Report:
+    """Rank 3 dies first; rank 0 shares no group with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    module = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    for name in ("replicas", "shards"):
+        gw.all_reduce(torch.ones(8), group=mesh[name].get_group())
+    if rank == 3:
+        os._exit(1)
+    return reported(partial(gw.attach, module, weights="randomshift:bits=8"))
+
+
+def test_a_death_is_named_in_other_groups() -> None:
+    found = ends(4, attaches_replicas, timeout=1800, unawaited=(3,))
+    for end, peer in zip(found[:3], (None, 1, 1), strict=True):
+        assert end.error is None, end
+        assert end.value[:2] == ("TransportError", peer), end
+        assert "rank 3 has died" in end.value[2], end
 
 
 # What waits for a rank that never comes: (it, whether it does by now).

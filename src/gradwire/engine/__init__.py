@@ -6,6 +6,7 @@ from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.engine.pool import Pool
 from gradwire.engine.process import Engine
+from gradwire.engine.several import agree_over, failing_together, first_told
 from gradwire.engine.thread_driver import Outcome
 from gradwire.engine.trace import Span, Timeline
 
@@ -23,4 +24,7 @@ __all__ = [
     "Span",
     "Ticket",
     "Timeline",
+    "agree_over",
+    "failing_together",
+    "first_told",
 ]

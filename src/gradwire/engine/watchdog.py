@@ -60,7 +60,8 @@ class Watchdog:
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
         self._left: dict[int, Mapping[str, int]] = {}  # peer -> {owner: tickets returned}
         self._blamed: dict[int, int] = {}  # failed peer -> the rank that it blames
-        self._reasons: dict[int, str] = {}  # failed peer -> its error
+        # Failed peer -> its error, and the rank in the whole job that it holds responsible.
+        self._reasons: dict[int, tuple[str, int]] = {}
         self._waits: dict[int, int | None] = {}  # peer with a long wait -> the rank it waits for
         self._crossings = Crossings(comm.all_owners, self._tell)
         self._awaited: int | None = None  # the rank for which this rank has waited long
@@ -79,7 +80,8 @@ class Watchdog:
         mistake = isinstance(error, ConfigError)
         origin, text = comm.ranks[comm.rank], _text(error)
         if isinstance(error, GradwireError):
-            if owner is not None and error._responsible is not None:
+            foreign = isinstance(error, TransportError) and error.peer is None
+            if (foreign or owner is not None) and error._responsible is not None:
                 origin = error._responsible
             origin, text = error._origin or (origin, text)
         notice = {"kind": "failed", "text": text, "blamed": blamed, "owner": key}
@@ -283,18 +285,24 @@ class Watchdog:
             else:
                 comm.end_owner(owner, error)
             return
-        self._reasons[sender] = text
+        self._reasons[sender] = text, origin
         self._blamed[sender] = blamed
         if comm.first_to_fail():  # else this rank has failed itself, and calls `explained`
-            failed = already_global(TransportError(text, peer=sender), comm.ranks)
-            comm.workers.run(partial(self._end, failed, sender))
+            comm.workers.run(partial(self._end, self._failure_of(sender), sender))
 
     def _end(self, error: TransportError, blamed: int) -> None:
         comm = self._comm
         error = self.explained(error, blamed)
         if comm.end(error) and comm.opened is not None:
-            assert error.peer is not None
-            comm.opened.fail(error.peer)  # ends waits in shared memory
+            # Ends waits in shared memory.
+            comm.opened.fail(blamed if error.peer is None else error.peer)
+
+    def _failure_of(self, peer: int) -> TransportError:
+        """The error that a failed peer has reported."""
+        text, origin = self._reasons[peer]
+        error = already_global(TransportError(text), None)
+        error._responsible = origin
+        return in_global_ranks(error, self._comm.ranks)
 
     def explained(self, error: E, blamed: int) -> E | TransportError:
         """`error`, with the first rank to fail added, if that is not `blamed`.
@@ -313,8 +321,7 @@ class Watchdog:
                 break
             first = following
         if self._blamed.get(first) == first:  # it has reported the cause itself
-            text = self._reasons[first]
-            return already_global(TransportError(text, peer=first), self._comm.ranks)
+            return self._failure_of(first)
         if first == blamed:
             return error
         ranks = self._comm.ranks

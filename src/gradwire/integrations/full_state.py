@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.control import digest
-from gradwire.engine import Communicator, Issue, Ticket
+from gradwire.engine import Communicator, Issue, Ticket, agree_over, failing_together
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.references import weights_on_cpu
@@ -48,12 +48,14 @@ class StateGather:
             TransportError: a rank did not make the call, or failed.
         """
         self._living()
-        self._agree(bool(rank0_only))
+        comms = [comm for _, comm in self._groups]
+        agree_over(comms, "full_state_dict", [f"rank0_only={bool(rank0_only)}"])
         states = [on_cpu(state)]
-        for _, comm in self._groups:
-            # Where rank 0 alone gets them, all ranks of a later group have some, or all have none.
-            if states and comm.world_size > 1:
-                states = _gathered(states, comm, rank0_only)
+        with failing_together(comms):
+            for comm in comms:
+                # Where rank 0 alone gets them, all ranks of a later group have some, or none has.
+                if states and comm.world_size > 1:
+                    states = _gathered(states, comm, rank0_only)
         return sorted(states, key=lambda one: int(one["rank"]))
 
     def part(self) -> int | None:
@@ -76,18 +78,6 @@ class StateGather:
                 "destroy_process_group"
             )
         return living
-
-    def _agree(self, rank0_only: bool) -> None:
-        """Verify that all ranks make this call with this argument. A rank that finds a difference
-        in one group still takes part in the agreements of later ones: their ranks wait for it."""
-        line, error = f"rank0_only={rank0_only}", None
-        for _, comm in self._groups:
-            try:
-                comm.agree("full_state_dict", [line])
-            except ConfigError as found:
-                line, error = "rank0_only=(differs between ranks)", error or found
-        if error is not None:
-            raise error
 
 
 def _gathered(states: list[State], comm: Communicator, rank0_only: bool) -> list[State]:

@@ -10,6 +10,7 @@ from typing import Any
 from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
+from gradwire.engine import failing_together
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.automatic import Automatic, refuse_changes
@@ -384,14 +385,16 @@ class Handle(Saved):
         adaptation = on.adaptation
         passes = 0 if adaptation is None else adaptation.passes
         now = max(m.step for m in self._members.values()), self.plan.version, passes
-        for owner in on.owners:
-            owner.comm.check()
-            if owner.comm.member is not None:
-                told = owner.comm.member.exchange(
-                    f"{owner.key}/recovery", b"%d %d %d" % now
-                ).result()
-                steps, versions, begun = zip(*(map(int, one.split()) for one in told), strict=True)
-                now = max(steps), max(versions), max(begun)
+        with failing_together(on.comms()):
+            for owner in on.owners:
+                owner.comm.check()
+                if owner.comm.member is not None:
+                    mine = b"%d %d %d" % now
+                    told = owner.comm.member.exchange(f"{owner.key}/recovery", mine).result()
+                    steps, versions, begun = zip(
+                        *(map(int, of.split()) for of in told), strict=True
+                    )
+                    now = max(steps), max(versions), max(begun)
         for member in self._members.values():
             member.step = now[0]  # equal on all ranks, and random numbers that were not drawn yet
         plan = on.switch.prepared(now[1])  # some ranks may have adopted it, so all have prepared it

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
+from gradwire.engine import agree_over, first_told
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
@@ -34,7 +35,7 @@ from gradwire.integrations.sharded_plan import (
     make_sharded_plan,
     trained_of,
 )
-from gradwire.integrations.uncompiled import available, first_told
+from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import original
 from gradwire.lang import layout
 from gradwire.planner import Plan, Rules, WeightRules
@@ -82,8 +83,7 @@ class PlannedShards:
             none = "" if payloads_fit(self.trained, plan) else "none"
             keep = first_told(comms, "whether payloads of weights fit", none) or "payload"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
-        for comm in comms:
-            comm.agree("the call of gw.attach", [*agreed, *plan.describe()])
+        agree_over(comms, "the call of gw.attach", [*agreed, *plan.describe()])
         warn_of_bias(plan, groups.size, call)
         members = members_of(plan, seed, groups.rank, count)
         name = comms[0].handle_name(original(self.model), plan.parameters[0].name)

@@ -178,6 +178,8 @@ class Switch:
     def _check(self) -> None:
         if self._closed:
             raise Detached
+        for owner in self._owners:
+            owner.check()
 
     def _prepare(self, plan: Plan) -> None:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
@@ -204,7 +206,8 @@ class Switch:
         for owner in self._owners:
             key, member = f"{owner.key}/{name}", owner.comm.member
             if owner is not self._owners[0] and member is not None:
-                lines = member.exchange(f"{key}, before", str(refused or "").encode()).result()
+                told = member.exchange(f"{key}, before", str(refused or "").encode())
+                lines = awaited(owner.comm, told, self._check)
                 line = next(filter(None, lines), None)
                 if refused is None and line is not None:
                     refused = already_global(ConfigError(line.decode()), owner.comm.ranks)

@@ -15,7 +15,7 @@ import torch
 
 from gradwire.aggregators import registry
 from gradwire.controllers import Policy
-from gradwire.engine import Communicator
+from gradwire.engine import Communicator, first_told
 from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_once
 from gradwire.integrations.choices import targets_of
@@ -50,7 +50,7 @@ def available(
     if device.type == "cpu" and plan.options.target == "auto":
         told = uncompiled(dict.fromkeys(_encoders(plan, adaptive, auto)))
     comm = comms[0]
-    rank = comm.rank if comm.ranks is None else comm.ranks[comm.rank]
+    rank = comm.ranks[comm.rank]
     reason = first_told(comms, "compiled kernels", "" if told is None else f"rank {rank}: {told}")
     if not reason or all(comm.world_size == 1 for comm in comms):  # one rank sends nothing
         return plan
@@ -80,15 +80,3 @@ def _encoders(
         yield from auto.known_codecs
         for text in auto.methods:
             yield from registry.get(text).encoders
-
-
-def first_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
-    """The first text that is not empty of those that ranks tell; "" if there is none.
-
-    Args:
-        comms: which each rank asks in turn, so that what one has learned reaches the next.
-    """
-    for comm in comms:
-        told = comm.tell_all(what, mine.encode())
-        mine = next((text.decode() for text in told if text), "")
-    return mine

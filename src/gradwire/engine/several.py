@@ -1,0 +1,59 @@
+"""Agreements over several process groups, one after the other.
+
+A rank that fails in one group does not come to the next, where ranks that share no group with the
+cause wait for it. So a difference is carried on into the later groups, and a failure breaks all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from gradwire.engine.communicator import Communicator
+from gradwire.errors import ConfigError, TransportError
+
+
+@contextmanager
+def failing_together(comms: Sequence[Communicator]) -> Iterator[None]:
+    """Within it a TransportError breaks all of these groups."""
+    try:
+        yield
+    except TransportError as error:
+        for comm in comms:
+            comm.fail(error)
+        raise
+
+
+def agree_over(comms: Sequence[Communicator], what: str, description: list[str]) -> None:
+    """Verify that all ranks of all groups hold the same description.
+
+    Raises:
+        ConfigError: on every rank; see `Communicator.agree`.
+        TransportError: a peer did not answer; the groups are broken.
+    """
+    error: ConfigError | None = None
+    with failing_together(comms):
+        for comm in comms:
+            try:
+                comm.agree(what, description)
+            except ConfigError as found:
+                error = error or found
+                description = ["(differs between ranks)"]
+    if error is not None:
+        raise error
+
+
+def first_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
+    """The first text that is not empty of those that all ranks tell; "" if there is none.
+
+    Args:
+        comms: which each rank asks in turn, so that what one has learned reaches the next.
+
+    Raises:
+        TransportError: as `agree_over`.
+    """
+    with failing_together(comms):
+        for comm in comms:
+            told = comm.tell_all(what, mine.encode())
+            mine = next((text.decode() for text in told if text), "")
+    return mine
