@@ -122,10 +122,9 @@ def interpreted(rank: int) -> None:
             assert "rank 1: GRADWIRE_CC=no-such-compiler is not a program; prebuilt" in text
             assert "bf16 is sent in place of slow interpreted codecs" in text
             assert "install a C compiler (apt install gcc), or a wheel that carries" in text
-        assert handle.update(bits=3).version == 1
-        for _ in range(4):
+        update = handle.update(bits=3)
+        while not update.in_force:  # alike on all ranks, pass by pass
             model(torch.full((3, 20), rank + 1.0)).sum().backward()
-        assert handle.plan.version == 1
         assert [p.codec for p in handle.plan.parameters] == [bf16, dense, bf16, dense]
         assert handle.summary().splitlines()[2].split()[:4] == ["bf16", "2", "2,000", "16"]
         for kind, given, codec in (
