@@ -12,6 +12,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = [
     "errors",
+    "waiting",
     "lang",
     "codecs",
     "control",

@@ -20,6 +20,7 @@ from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.lang import Codec, rng
+from gradwire.waiting import result_of
 
 Async = torch.futures.Future[torch.Tensor]
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -163,7 +164,7 @@ def deliver(
     """Wait for `running` and finish; or, if `async_op`, return a future of `finish`'s result."""
     if not async_op:
         with comm.calls.awaited():
-            running.result()
+            result_of(running)
         finish()
         return None
     result: Async = future_on(device)

@@ -27,6 +27,7 @@ from gradwire.engine.identity import LAYOUTS
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.lang import fingerprint
 from gradwire.partition import Spec
+from gradwire.waiting import result_of
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class Collective:
                 a codec has no kernels for the device, or a checksum is requested over NCCL.
             TransportError: a peer did not answer.
         """
-        return self.ready.result()
+        return result_of(self.ready)
 
     def prepare(self, agreement: Future[int], name: str | None) -> None:
         """Complete `ready`; called once, on a thread that may block.
@@ -125,7 +126,7 @@ class Collective:
                 verdict = "ready" if refused is None else f"refused: {refused}"
                 lines = [str(self.operation), *self._description, verdict]
                 _copy(self.comm.agreement(name, "a collective", lines), agreement)
-            agreement.result()
+            result_of(agreement)
             if refused is not None:
                 raise refused
             number = self.issue.digest

@@ -34,6 +34,7 @@ from gradwire.errors import GradwireError, TransportError, again, in_global_rank
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
 from gradwire.transport.torch_p2p import destroyed
+from gradwire.waiting import result_of
 
 log = logging.getLogger("gradwire")
 
@@ -196,7 +197,8 @@ class Communicator:
         """Every rank's info, in rank order; `key` is used once."""
         if self.member is None:
             return [info]
-        return [RankInfo.unpack(b) for b in self.member.exchange(key, info.pack()).result()]
+        told = result_of(self.member.exchange(key, info.pack()))
+        return [RankInfo.unpack(b) for b in told]
 
     def agree(self, what: str, description: list[str]) -> int:
         """Verify that every rank holds the same `description`; all ranks call in the same order.
@@ -209,7 +211,8 @@ class Communicator:
             TransportError: a peer did not answer.
         """
         try:
-            return self.agreement(f"group {next(self._agreements)}", what, description).result()
+            key = f"group {next(self._agreements)}"
+            return result_of(self.agreement(key, what, description))
         except TransportError as error:
             self.fail(error)  # ranks that come later would take the next agreement for this one
             raise
@@ -222,7 +225,7 @@ class Communicator:
         """
         if self.member is None:
             return [mine]
-        return self.member.exchange(f"{what} ({next(self._agreements)})", mine).result()
+        return result_of(self.member.exchange(f"{what} ({next(self._agreements)})", mine))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:

@@ -36,6 +36,7 @@ from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
+from gradwire.waiting import result_of, until_set
 
 
 class Buckets(Reductions):
@@ -146,7 +147,7 @@ class Buckets(Reductions):
         """The least version that any rank offered in the previous pass, if known."""
         if self._word is not None and self._version > self.switch.plan.version:
             values, running = self._word  # on a device: the host waits for its stream
-            running.result()
+            result_of(running)
             return int(values.item())
         return self._least
 
@@ -279,7 +280,7 @@ class Buckets(Reductions):
         begun = time.perf_counter()
         with self.owner.awaited():
             for bucket in pending:
-                bucket.ended.wait()  # a signal interrupts this, and does not torch's own wait
+                until_set(bucket.ended)  # which a signal interrupts, unlike torch's own wait
                 bucket.future.wait()  # on a GPU, the stream's
         ended = time.perf_counter()
         self.count(exposed_seconds=ended - begun)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gradwire.engine import Outcome
 from gradwire.errors import again
+from gradwire.waiting import until_done
 
 if TYPE_CHECKING:
     from gradwire.integrations.gathered import GatheredWeights
@@ -56,7 +57,8 @@ class Decoding(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with self._of.exposed(), self._of.owner.awaited():
-            error = self._decoded.exception()
+            until_done(self._decoded)
+        error = self._decoded.exception()
         if self._of.abandoned:
             return error is None
         if error is not None:
@@ -94,7 +96,8 @@ class InOrder(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with self._of.exposed(), self._of.owner.awaited():
-            error = self._ended.exception()
+            until_done(self._ended)
+        error = self._ended.exception()
         if error is not None and self._of.abandoned:
             return False
         self._ended.result()

@@ -40,6 +40,7 @@ from gradwire.integrations.weights import Weight, WeightGather
 from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
 from gradwire.planner import Plan
+from gradwire.waiting import result_of
 
 _TOTALS: dict[str, float] = {
     "weights_calls": 0, "weights_wire_bytes": 0, "weights_raw_bytes": 0,
@@ -234,7 +235,7 @@ class GatheredWeights:
         spec = Spec("changes of weights", 1, torch.int32, uncompressed(most, torch.int32))
         ended = self.start(spec, Item(values, rng.Keys(0, 0), 0), most, 0)
         with self.owner.awaited():
-            ended.result()
+            result_of(ended)
         return int(values.item())
 
     def _forget_references(self) -> None:

@@ -25,6 +25,7 @@ from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
+from gradwire.waiting import result_of
 
 
 class _Unchanged:
@@ -390,7 +391,7 @@ class Handle(Saved):
                 owner.comm.check()
                 if owner.comm.member is not None:
                     mine = b"%d %d %d" % now
-                    told = owner.comm.member.exchange(f"{owner.key}/recovery", mine).result()
+                    told = result_of(owner.comm.member.exchange(f"{owner.key}/recovery", mine))
                     steps, versions, begun = zip(
                         *(map(int, of.split()) for of in told), strict=True
                     )

@@ -36,6 +36,7 @@ from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.planner import Levels, Plan, Rules, WeightRules
 from gradwire.planner.weights import all_in_blocks
+from gradwire.waiting import result_of
 
 _ADVICE = (
     "all ranks must make the same calls in the same order; where they use different parameters, "
@@ -223,7 +224,7 @@ class Scatters(Reductions):
         try:
             (ended,) = start_round(ticket, [(collective, items)])
             with owner.awaited():
-                outcome: Outcome = ended.result()
+                outcome: Outcome = result_of(ended)
         finally:
             ticket.close()
         if self.weights is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gradwire.engine.workers import Workers
+from gradwire.waiting import until
 
 log = logging.getLogger("gradwire")
 
@@ -47,7 +48,7 @@ class Serial:
     def wait(self) -> None:
         """Wait until all is done."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._busy)
+            until(self._idle, lambda: not self._busy)
 
     def close(self) -> None:
         """Drop what has not begun; what runs ends at its next `check`."""

@@ -29,6 +29,7 @@ from gradwire.errors import ConfigError, already_global
 from gradwire.integrations.serial import CLOSING_S, Detached
 from gradwire.planner import Plan
 from gradwire.planner.links import awaited
+from gradwire.waiting import result_of, until
 
 log = logging.getLogger("gradwire")
 
@@ -61,7 +62,7 @@ class Update:
             TransportError: a peer did not answer, or has failed.
             TimeoutError: after `timeout` seconds.
         """
-        self._prepared.result(timeout)
+        result_of(self._prepared) if timeout is None else self._prepared.result(timeout)
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -244,7 +245,7 @@ class Switch:
         """Change every plan, that in force too, without preparing it again. All ranks call it
         between two passes; it waits until this rank has prepared what was requested."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._busy)
+            until(self._idle, lambda: not self._busy)
             plans = {version: change(plan) for version, plan in self._plans.items()}
             self.newest = change(self.newest)
             self._plans, self.plan = plans, plans[self.plan.version]
