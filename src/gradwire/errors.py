@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
@@ -9,7 +10,7 @@ import typing
 from difflib import get_close_matches
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 E = typing.TypeVar("E", bound=BaseException)
 
@@ -127,12 +128,32 @@ def use_one_of(given: object, known: Iterable[str], elsewhere: Mapping[str, str]
     return listed if near is None else f"did you mean {near!r}? Else {listed}"
 
 
+@contextlib.contextmanager
+def or_misspelt(
+    call: Callable[..., object],
+    keywords: Iterable[str],
+    options: Collection[str],
+    others: Iterable[str] = (),
+) -> Iterator[None]:
+    """Within it a ConfigError becomes that of `check_keywords`, if it has one: a method that is
+    known only there may have an option that looks like an argument."""
+    try:
+        yield
+    except ConfigError:
+        check_keywords(call, keywords, options, others)
+        raise
+
+
 def check_keywords(
-    call: Callable[..., object], keywords: Iterable[str], options: Collection[str]
+    call: Callable[..., object],
+    keywords: Iterable[str],
+    options: Collection[str],
+    others: Iterable[str] = (),
 ) -> None:
     """Raise ConfigError if a keyword that `call` takes for an option of a codec is probably one of
-    its own arguments, misspelt; `options` are those of all codecs."""
-    own = [p.name for p in inspect.signature(call).parameters.values() if p.kind != p.VAR_KEYWORD]
+    its own arguments, or of `others`, misspelt; `options` are those of all codecs."""
+    named = inspect.signature(call).parameters.values()
+    own = [*(p.name for p in named if p.kind != p.VAR_KEYWORD), *others]
     for keyword in keywords:
         if keyword not in options and (near := nearest(keyword, own)) is not None:
             raise ConfigError(

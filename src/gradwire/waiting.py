@@ -13,6 +13,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import TypeVar
 
+from gradwire.errors import again
+
 T = TypeVar("T")
 
 _SLEEP_S = 0.5
@@ -21,6 +23,9 @@ _SLEEP_S = 0.5
 def result_of(future: Future[T]) -> T:
     """The result of a future, once it has one; raises its error."""
     until_done(future)
+    error = future.exception()
+    if error is not None:
+        raise again(error)
     return future.result()
 
 

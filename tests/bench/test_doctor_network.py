@@ -57,7 +57,7 @@ def test_the_verdict_ends_in_the_line_to_write() -> None:
     for measured, line in (
         (rows(1.0, 0.6, 0.3, 0.1), 'Write: gw.attach(model, "qsgd:bits=4")'),
         (rows(0.30, 0.31, 0.33, 0.29), "Nothing to gain here: leave the script as it is."),
-        (rows(1.0, 0.5, 0.6, 0.1), "default_hooks.fp16_compress_hook)"),
+        (rows(1.0, 0.5, 0.6, 0.1), "register_comm_hook(None, fp16_compress_hook)"),
     ):
         assert verdict(measured)[1].splitlines()[-1].endswith(line)
 

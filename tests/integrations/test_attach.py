@@ -9,6 +9,7 @@ import resource
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -875,6 +876,11 @@ def test_wrong_options_are_named() -> None:
             gw.Options(**options)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Weighed(gw.QSGD):
+    weight: float = 1.0
+
+
 def test_who_misspells_a_name_is_told_the_nearest() -> None:
     """Of an argument, a codec, its option, a plan; and of what other libraries call a codec."""
     attach, register = partial(gw.attach, mlp()), partial(gw.register, mlp())
@@ -883,6 +889,7 @@ def test_who_misspells_a_name_is_told_the_nearest() -> None:
     for call, given, told in (
         (attach, {"excludes": ["*"]}, "attach has no argument 'excludes': did you mean 'exclude'?"),
         (attach, {"codec": "auto", "feedback": True}, "did you mean 'error_feedback'?"),
+        (update, {"seeds": 3}, "update has no argument 'seeds': did you mean 'seed'?"),
         (update, {"excludes": ["*"]}, "update has no argument 'excludes': did you mean 'exclude'?"),
         (register, {"excludes": ["*"]}, "register has no argument 'excludes': did you mean"),
         (collective, {"asyncop": True}, "all_reduce has no argument 'asyncop': did you mean"),
@@ -904,6 +911,9 @@ def test_who_misspells_a_name_is_told_the_nearest() -> None:
         assert told in str(error)
     for given in codecs.ELSEWHERE.values():
         attach(given)
+    own = attach(Weighed(bits=4))  # whose option looks like an argument
+    own.update(weight=2.0)
+    assert own._reductions.switch.newest.rules.default.codec == Weighed(bits=4, weight=2.0)
     with pytest.raises(gw.ConfigError, match="observe: 3: give a function"):
         handle.observe(3)  # type: ignore[arg-type]
 

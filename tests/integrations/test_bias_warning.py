@@ -156,6 +156,12 @@ def interpreted(rank: int) -> None:
     model = DDP(mlp())
     handle, (message,) = interpreted_on_one(rank, lambda: gw.attach(model, "auto"))
     assert handle.automatic is None
+    with pytest.MonkeyPatch.context() as patch:  # what one rank's environment forbids, all learn
+        if rank == 1:
+            patch.setenv("GRADWIRE_CACHE", "a/relative/path")
+        error = caught(lambda: gw.attach(DDP(mlp()), "qsgd:bits=7:block=33"))
+        assert isinstance(error, gw.ConfigError)
+        assert "GRADWIRE_CACHE=a/relative/path" in str(error)
     refused = interpreted_on_one(rank, lambda: caught(lambda: gw.attach(DDP(mlp()), "dgc")))[0]
     assert "dgc(density=0.001, momentum=0.9, values=fp16) needs compiled kernels" in str(refused)
 

@@ -274,5 +274,7 @@ def test_an_update_says_whether_it_is_in_force() -> None:
     assert isinstance(caught(lambda: refused.wait(60)), gw.ConfigError)
     assert repr(refused) == "<update to plan 2: refused: the plan before it stays in force>"
     assert f"\n  {refused}" in str(handle)
+    caught(lambda: model(torch.randn(16, 20)).sum().backward())  # its version begins, and raises it
+    assert not refused.in_force
     handle.detach()
     assert "update" not in str(handle)

@@ -208,7 +208,14 @@ def test_what_else_is_code_is_not_where_others_can_write(
     prebuilt._loaded.cache_clear()
     with pytest.raises(ConfigError, match=r"^GRADWIRE_KERNELS=.*: others can write to .*/open "):
         prebuilt.loaded()
-    with pytest.raises(ConfigError, match=r"^TMPDIR=.*: others can write to .*/open "):
+    assert jit.load(f"{SOURCE}// beside what is kept").answer() == 42
+    (tmp_path / "file").touch()
+    kernel_cache._folder_of.cache_clear()
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "file"))  # so a temporary folder is needed
+    with (
+        pytest.warns(RuntimeWarning, match="not a folder"),
+        pytest.raises(ConfigError, match=r"^TMPDIR=.*: others can write to .*/open "),
+    ):
         jit.load(f"{SOURCE}// in an unsafe one")
 
 

@@ -23,7 +23,8 @@ _HARDLY = 0.1  # of a step: communication that nobody notices
 _COMPRESS = 'Write: gw.attach(model, "qsgd:bits=4")'
 _HALVE = (
     "Nothing to gain here beyond 16 bit. Write: "
-    "model.register_comm_hook(None, default_hooks.fp16_compress_hook)"
+    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook; "
+    "model.register_comm_hook(None, fp16_compress_hook)"
 )
 _LEAVE = "Nothing to gain here: leave the script as it is."
 _TRY = 'Leave the script as it is, or let training try it: gw.attach(model, "auto")'

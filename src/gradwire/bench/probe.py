@@ -134,19 +134,10 @@ def _started(wanted: ProbePlan, advance: workers.Advance | None) -> Row:
 
 
 def join(wanted: ProbePlan) -> Row:
-    """As one of the ranks that torchrun has started: pairs and sends, measured or known; alike on
-    all ranks."""
+    """As one of the ranks that torchrun has started: pairs and sends, alike on all ranks. They are
+    measured each time: nothing here tells by which cards and network ranks are joined."""
     with wanted.world.joined():
-        hosts: list[Any] = [None] * wanted.world.count
-        dist.all_gather_object(hosts, socket.gethostname())
-        file = cache_file(hosts, wanted.world.net)
-        told = [None if wanted.fresh or dist.get_rank() else kept(file)]
-        dist.broadcast_object_list(told)  # as rank 0 knows it
-        found: Row | None = told[0]
-        if found is None:
-            rows = measure(wanted.config)
-            found = keep(file, rows) if dist.get_rank() == 0 else {"rows": rows}
-        return found
+        return {"measured": now(), "rows": measure(wanted.config), "cached": False}
 
 
 # ---- a rank, started on every node or by torchrun
@@ -195,9 +186,14 @@ def cache_file(hosts: Sequence[str], net: str) -> Path:
 
 def keep(file: Path, rows: list[Row]) -> Row:
     """Keep rows; what has just been kept."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    write_whole(file, json.dumps({"measured": now, "rows": rows}))
-    return {"measured": now, "rows": rows, "cached": False}
+    measured = now()
+    write_whole(file, json.dumps({"measured": measured, "rows": rows}))
+    return {"measured": measured, "rows": rows, "cached": False}
+
+
+def now() -> str:
+    """The time, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def kept(file: Path) -> Row | None:

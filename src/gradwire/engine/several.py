@@ -43,8 +43,8 @@ def agree_over(comms: Sequence[Communicator], what: str, description: list[str])
         raise error
 
 
-def first_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
-    """The first text that is not empty of those that all ranks tell; "" if there is none.
+def greatest_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
+    """The greatest of the texts that all ranks tell.
 
     Args:
         comms: which each rank asks in turn, so that what one has learned reaches the next.
@@ -54,6 +54,5 @@ def first_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
     """
     with failing_together(comms):
         for comm in comms:
-            told = comm.tell_all(what, mine.encode())
-            mine = next((text.decode() for text in told if text), "")
+            mine = max(text.decode() for text in comm.tell_all(what, mine.encode()))
     return mine

@@ -169,17 +169,6 @@ def gathers_again(record: Any) -> bool:
     return bool(record._reshard_after_forward and not record._use_post_forward_mesh)
 
 
-def counts_of(record: Any) -> list[object]:
-    """Unlike before if one of a group's shards, of this rank, was replaced, or changed in a way
-    that torch counts."""
-    found: list[object] = []
-    for parameter in record.fsdp_params:
-        local = getattr(parameter.sharded_param, "_local_tensor", parameter.sharded_param)
-        counted = not local.is_inference()  # else it may have changed at any time
-        found += [local.data_ptr(), local._version if counted else object()]
-    return found
-
-
 def gather_group(record: Any) -> dist.ProcessGroup:
     """The process group over which the optimizer's shards are gathered."""
     group: dist.ProcessGroup = record.mesh_info.shard_process_group

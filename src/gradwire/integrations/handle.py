@@ -11,7 +11,7 @@ from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.engine import failing_together
-from gradwire.errors import ConfigError, check_keywords
+from gradwire.errors import ConfigError, or_misspelt
 from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.automatic import Automatic, refuse_changes
 from gradwire.integrations.full_state import StateGather
@@ -128,7 +128,6 @@ class Handle(Saved):
         given = {name: value for name, value in rules.items() if value is not _SAME}
         for name in _FIXED.intersection(codec_options):
             raise ConfigError(f"update: {name} is as `attach` was told: detach and attach again")
-        check_keywords(Handle.update, codec_options, OPTIONS)
         if codec == "auto":
             raise ConfigError('update: "auto" is for attach: detach and attach again')
         others: dict[str, Any] = {}  # of one kind of module each
@@ -137,14 +136,15 @@ class Handle(Saved):
         if weights is not _SAME:
             others["weights"] = weights
         on = self._reductions
-        given = on.methods(given, codec_options)
 
         def changed(before: Plan) -> Plan:
             plan = with_options(replace(before, version=before.version + 1), options, algorithm)
             plan = on.changed(plan, others)
-            return on.remade(plan, before.rules.changed(codec_options, **given))
+            rules = before.rules.changed(codec_options, **on.methods(given, codec_options))
+            return on.remade(plan, rules)
 
-        return on.switch.ask(changed)
+        with or_misspelt(Handle.update, codec_options, OPTIONS, _FIXED):
+            return on.switch.ask(changed)
 
     def _check_attached(self, verb: str) -> None:
         if not self._reductions.installed:
@@ -310,10 +310,12 @@ class Handle(Saved):
             prefix: stands before each key.
 
         Raises:
-            ConfigError: `every` is not a number of passes.
+            ConfigError: `every` is not a number of passes, or `prefix` no text.
         """
         on = self._reductions
         totals = on.totals() | on.facts()
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix={prefix!r:.60}: give a text")
         found = on.metrics.read(totals, self._plan_now(), self._members, layers, every)
         return {prefix + key: value for key, value in found.items()}
 

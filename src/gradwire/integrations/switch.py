@@ -51,8 +51,17 @@ class Update:
 
     @property
     def in_force(self) -> bool:
-        """Whether a pass has begun with this plan, or a later one."""
+        """Whether a pass has begun with this plan, or a later one; never if it was refused."""
+        return self.over and not self._is_refused
+
+    @property
+    def over(self) -> bool:
+        """Whether it is in force, or the plan before it in its place."""
         return self._switch.plan.version >= self.version
+
+    @property
+    def _is_refused(self) -> bool:
+        return self._prepared.done() and self._prepared.exception() is not None
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until this rank has prepared it; it is adopted once all ranks have.
@@ -68,7 +77,7 @@ class Update:
         return f"<{self}>"
 
     def __str__(self) -> str:
-        if self._prepared.done() and self._prepared.exception() is not None:
+        if self._is_refused:
             state = "refused: the plan before it stays in force"
         elif self.in_force:
             state = "in force"
@@ -130,7 +139,7 @@ class Switch:
             self.newest = plan
             update = Update(plan.version, self)
             self._waiting.append((plan, update))
-            self._asked = [*(u for u in self._asked if not u.in_force), update]
+            self._asked = [*(u for u in self._asked if not u.over), update]
             if self._busy:
                 return update
             self._busy = True
@@ -138,9 +147,9 @@ class Switch:
         return update
 
     def pending(self) -> list[Update]:
-        """The updates that are not in force, oldest first; none once the handle is detached."""
+        """The updates that are not over, oldest first; none once the handle is detached."""
         with self._lock:
-            return [] if self._closed else [*(u for u in self._asked if not u.in_force)]
+            return [] if self._closed else [*(u for u in self._asked if not u.over)]
 
     def _work(self) -> None:
         while True:

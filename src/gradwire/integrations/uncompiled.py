@@ -15,7 +15,8 @@ import torch
 
 from gradwire.aggregators import registry
 from gradwire.controllers import Policy
-from gradwire.engine import Communicator, first_told
+from gradwire.engine import Communicator, greatest_told
+from gradwire.errors import ConfigError
 from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_once
 from gradwire.integrations.choices import targets_of
@@ -23,6 +24,8 @@ from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
 from gradwire.lang.kernels import MEND, announce, uncompiled
 from gradwire.planner import Plan, Rules
+
+_NONE, _LACKS, _REFUSED = "", "lacks ", "refused "  # what a rank tells; the greatest counts
 
 
 def available(
@@ -43,15 +46,24 @@ def available(
         adaptive, auto: what will choose other methods than the plan's.
 
     Raises:
-        ConfigError: nothing stands in for a method.
+        ConfigError: nothing stands in for a method, or a rank may not compile where it would.
         TransportError: a peer did not answer.
     """
-    told = None
+    told, refused = None, None
     if device.type == "cpu" and plan.options.target == "auto":
-        told = uncompiled(dict.fromkeys(_encoders(plan, adaptive, auto)))
-    comm = comms[0]
-    rank = comm.ranks[comm.rank]
-    reason = first_told(comms, "compiled kernels", "" if told is None else f"rank {rank}: {told}")
+        try:
+            told = uncompiled(dict.fromkeys(_encoders(plan, adaptive, auto)))
+        except ConfigError as error:  # of this rank's environment: others wait for this one
+            refused = error
+    rank = comms[0].ranks[comms[0].rank]
+    mine = _NONE if told is None else f"{_LACKS}rank {rank}: {told}"
+    mine = mine if refused is None else f"{_REFUSED}rank {rank}: {refused}"
+    found = greatest_told(comms, "compiled kernels", mine)
+    if refused is not None:
+        raise refused
+    if found.startswith(_REFUSED):
+        raise ConfigError(found.removeprefix(_REFUSED))
+    reason = found.removeprefix(_LACKS)
     if not reason or all(comm.world_size == 1 for comm in comms):  # one rank sends nothing
         return plan
     made = planned(replace(plan.rules, uncompiled=reason))
@@ -69,10 +81,7 @@ def _encoders(
     plan: Plan, adaptive: tuple[Policy, Replan] | None, auto: Auto | None
 ) -> Iterator[Codec]:
     """The codecs that a handle may use."""
-    for p in plan.parameters:
-        yield from p.aggregator.encoders
-        if p.weight is not None:
-            yield p.weight
+    yield from plan.encoders
     for target in targets_of(plan, adaptive[1].mixed).values() if adaptive is not None else ():
         for method in target.family.methods(next(iter(target.shapes.values()))):
             yield from method.encoders

@@ -35,7 +35,6 @@ from gradwire.engine import Outcome
 from gradwire.integrations.backward import in_backward
 from gradwire.integrations.decoding import Decoding, InOrder
 from gradwire.integrations.fsdp import (
-    counts_of,
     forward_of,
     gathered,
     gathers_again,
@@ -129,8 +128,7 @@ class WeightGather(FSDPAllGather):
         self._payloads: Payloads | None = None
         self.version = OLD
         self._asked = 0
-        self._examined: list[object] | None = None  # of what this rank last looked for unfit values
-        self._found: list[int] = []  # then
+        self._new = True  # nobody has looked for unfit values in this layout
         self._draws = 0  # gathers that drew anew from the same weights
 
     def allocate(
@@ -240,7 +238,8 @@ class WeightGather(FSDPAllGather):
         layout.encode(values, payloads, rank, keys)
         looks = self._looks(layout)
         if looks:
-            layout.withhold(payloads, rank, self._unfit(layout, values))
+            self._new = False
+            layout.withhold(payloads, rank, layout.unfit(values, rank))
         request = AllGather(layout.own(payloads, rank), lengths=layout.nbytes, into=payloads)
         spec = request.spec("payloads of weights", 0, layout.ranks)
         item = request.item(spec, rng.Keys(0, 0), 0, rank, layout.ranks)
@@ -250,23 +249,11 @@ class WeightGather(FSDPAllGather):
 
     def _looks(self, layout: Payloads) -> bool:
         """Whether ranks look for unfit parameters in this gather: equal on all of them. On a GPU
-        hosts would wait for it in each step; there the first gather of a layout does."""
-        first = self._examined is None or self._rare or layout.device.type == "cpu"
-        return first and layout is self._payloads and not in_backward()
-
-    def _unfit(self, layout: Payloads, values: torch.Tensor) -> list[int]:
-        """Those of this rank. To look takes a tenth of the time to encode and decode, so it does
-        once torch has counted a change; foreach optimizers, which it does not count, make small
-        ones."""
-        counts = counts_of(self.record)
-        if self._rare or counts != self._examined:
-            self._examined, self._found = counts, layout.unfit(values, self.of.shard)
-        return self._found
-
-    @property
-    def _rare(self) -> bool:
-        """Whether the group is gathered only once its weights have changed."""
-        return self.frozen and self.of.keep in ("payload", "reference")
+        hosts would wait for it in each step; there it is done in the first gather of a layout, and
+        for a group that is gathered only once its weights have changed."""
+        rare = self.frozen and self.of.keep in ("payload", "reference")
+        often = self._new or rare or layout.device.type == "cpu"
+        return often and layout is self._payloads and not in_backward()
 
     def _decoding(
         self,
@@ -311,7 +298,7 @@ class WeightGather(FSDPAllGather):
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
-        self.kept, self.version, self._examined = None, OLD, None
+        self.kept, self.version, self._new = None, OLD, True
         for weight in self.weights:
             weight.version = None
 
@@ -321,7 +308,7 @@ class WeightGather(FSDPAllGather):
             pieces = gathered(self.record, own.numel(), ranks)
             codecs = [w.codec or Identity() for w in self.weights]
             known = Payloads(pieces, codecs, own.numel(), ranks, own.dtype, own.device)
-            self._payloads, self._examined = known, None
+            self._payloads, self._new = known, True
         return known
 
     def _keys(self, again: bool) -> np.ndarray:

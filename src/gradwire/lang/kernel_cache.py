@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -58,7 +58,8 @@ def folder() -> Path:
     homes = os.environ.get("XDG_CACHE_HOME", ""), home
     own = [Path(home) / "gradwire" for home in homes if os.path.isabs(home)][:1]
     fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
-    rejected = []
+    rejected: list[str] = []
+    others: list[str] = []  # those that others control
     for path in [Path(named)] if named else [*own, fallback]:
         try:
             for one in (*reversed(path.parents), path):
@@ -72,10 +73,13 @@ def folder() -> Path:
             rejected.append(f"{path}: {error.strerror}")
             continue
         if controlled is None and usable:
+            if others:
+                _tell_of_another("; ".join(others), path)
             return path.resolve()  # so that a link that changes later has no effect
         if named:
             refuse(f"GRADWIRE_CACHE={named}", controlled)
         rejected.append(f"{path}: {controlled or 'read-only'}")
+        others += [rejected[-1]] if controlled else []
     return _temporary("; ".join(rejected))
 
 
@@ -136,8 +140,8 @@ def obtain(path: Path, make: Callable[[Path], object]) -> Path:
     with _locked(path.with_suffix(".lock")):
         if is_whole(path):
             return path
-        with tempfile.TemporaryDirectory(prefix="gradwire-") as scratch:
-            made = _ours(Path(scratch)) / path.name
+        with _scratch(path.parent) as scratch:
+            made = scratch / path.name
             make(made)
             data = made.read_bytes()
         return put(path, data + _seal(data))
@@ -241,6 +245,22 @@ def _announce(reason: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+@contextmanager
+def _scratch(beside: Path) -> Iterator[Path]:
+    """A folder to compile in: in TMPDIR, or `beside` what is kept where others control TMPDIR."""
+    with ExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))
+        if risk(Path(made)) is not None:
+            another = tempfile.TemporaryDirectory(prefix="gradwire-scratch-", dir=beside)
+            made = stack.enter_context(another)
+        yield Path(made)
+
+
+@cache
+def _tell_of_another(rejected: str, place: Path) -> None:
+    log.warning("gradwire: compiled kernels are kept in %s: %s", place, rejected)
 
 
 def _ours(temporary: Path) -> Path:

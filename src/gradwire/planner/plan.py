@@ -115,6 +115,12 @@ class Plan:
     weights: WeightRules | None = None
     levels: Levels = field(default_factory=Levels)
 
+    @property
+    def encoders(self) -> list[Codec]:
+        """The codecs of gradients whose kernels take most of a method's time, and of weights."""
+        found = [codec for p in self.parameters for codec in p.aggregator.encoders]
+        return found + [p.weight for p in self.parameters if p.weight is not None]
+
     def describe(self) -> list[str]:
         """The lines that ranks compare: one for the plan, and one per parameter."""
         kept = "" if self.weights is None else f", keep={self.weights.keep}"

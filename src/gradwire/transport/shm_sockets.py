@@ -107,7 +107,11 @@ class PeerListener:
         self._socket.setblocking(False)
         self._open = ExitStack()  # what is open besides; the thread's until it has ended
         self._thread = threading.Thread(target=self._serve, name="gradwire-listener", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # a limit of threads
+            self._socket.close()
+            raise OSError(str(error)) from None
 
     def next(self, seconds: float) -> tuple[socket.socket, Said]:
         """The next connection, and what came first on it. Both stay open until `close`.
