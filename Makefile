@@ -10,8 +10,8 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-all soak mutants lint types unit unit-all test-trainers test-torch docs docs-check wheel \
-	gpu-check debian clean
+.PHONY: demo test test-library test-tools test-all soak mutants lint types unit unit-all test-trainers \
+	test-torch docs docs-check wheel gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -27,13 +27,17 @@ test:
 test-all: debian lint types unit-all
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests examples scripts docs/conf.py
-	$(BIN)/ruff format --check src tests examples scripts docs/conf.py
+	$(BIN)/ruff check src tests tests_tools examples scripts conftest.py docs/conf.py
+	$(BIN)/ruff format --check src tests tests_tools examples scripts conftest.py docs/conf.py
 
 types: $(VENV)/.test
 	$(BIN)/mypy
 
 IN_PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+# What `make test` runs, of one package: tests/ is the library's, tests_tools/ that of gradwire_tools.
+test-library test-tools: $(VENV)/.test
+	$(BIN)/python scripts/suite.py $(IN_PARALLEL) $(if $(filter %-tools,$@),tests_tools,tests)
 
 # A test that fails runs once more, alone (scripts/suite.py). Bytecode is written once before, not by all
 # workers at once.
@@ -56,8 +60,8 @@ mutants: $(VENV)/.test
 # torchtitan and torchft if they are installed.
 test-trainers: $(VENV)/.test
 	GRADWIRE_TEST_IMPORTS=lightning,transformers.trainer $(BIN)/pytest --exhaustive tests/trainers \
-		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/how-to/trainers.md]" \
-		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/tutorials/lightning.md]"
+		"tests_tools/docs/test_docs.py::test_blocks_run_without_other_pages[docs/how-to/trainers.md]" \
+		"tests_tools/docs/test_docs.py::test_blocks_run_without_other_pages[docs/tutorials/lightning.md]"
 
 # The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
 # (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.
@@ -90,9 +94,9 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -qW --keep-going docs build/docs
 	@echo "build/docs/index.html"
 
-# Links, commands, figures and code blocks of README and docs (tests/docs/rules.py); part of `unit`.
+# Links, commands, figures and code blocks of README and docs (tests_tools/docs/rules.py); part of `unit`.
 docs-check: $(VENV)/.test
-	$(BIN)/pytest $(IN_PARALLEL) tests/docs
+	$(BIN)/pytest $(IN_PARALLEL) tests_tools/docs
 
 # A wheel with kernels for every CPU of this machine's family (docs/reference/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test

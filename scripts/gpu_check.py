@@ -213,7 +213,7 @@ def bench_names(only: list[str] | None) -> list[str]:
 
 def bench(name: str, numel: int | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
     """The rows of one codec."""
-    from gradwire.bench import kernels
+    from gradwire_tools.bench.micro import kernels
 
     return kernels.run([name], None, numel, None, quick, "cuda")
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.bench import tasks
 from gradwire.integrations.metrics import EVERY
+from gradwire_tools.bench.train import tasks
 
 TURNS, NEVER = 60, 1 << 40
 

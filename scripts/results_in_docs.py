@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gradwire.bench import report
+from gradwire_tools import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = (

@@ -23,12 +23,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gradwire.bench.baselines import FULL, Baselines
-from gradwire.bench.report import learning, planning
-from gradwire.bench.report.gain import Gain, Standing, of_summaries
-from gradwire.bench.report.kinds import Row
-from gradwire.bench.report.lengths import length
-from gradwire.bench.report.quantities import (
+from gradwire.errors import ConfigError
+from gradwire_tools.bench.train.baselines import FULL, Baselines
+from gradwire_tools.report import learning, planning
+from gradwire_tools.report.gain import Gain, Standing, of_summaries
+from gradwire_tools.report.kinds import Row
+from gradwire_tools.report.lengths import length
+from gradwire_tools.report.quantities import (
     DASH,
     digits,
     network,
@@ -38,8 +39,7 @@ from gradwire.bench.report.quantities import (
     size,
     times,
 )
-from gradwire.bench.report.rows import grouped, read, sort, split
-from gradwire.errors import ConfigError
+from gradwire_tools.report.rows import grouped, read, sort, split
 
 COST = 0.01  # of fp32's metric, that is no loss
 RESULTS = Path(__file__).parents[1] / "bench" / "results"

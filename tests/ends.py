@@ -81,7 +81,7 @@ def forkserver() -> Any:
     context = mp.get_context("forkserver")
     ours = ("attach", "backend", "backend_register", "sharded")
     integrations = (f"gradwire.integrations.{name}" for name in ours)
-    bench = (f"gradwire.bench.{name}" for name in ("method_run", "sharded_run"))
+    bench = (f"gradwire_tools.bench.{name}" for name in ("method_run", "sharded_run"))
     slow = (
         "pytest",
         "torch",

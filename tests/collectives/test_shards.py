@@ -6,14 +6,7 @@ from itertools import product
 
 import torch
 
-from gradwire import (
-    QSGD,
-    ConfigError,
-    Identity,
-    Options,
-    all_gather,
-    reduce_scatter,
-)
+from gradwire import QSGD, ConfigError, Identity, Options, all_gather, reduce_scatter
 from gradwire.codecs import RandomK, TopK
 from gradwire.collectives import Item, Operation, prepare
 from gradwire.engine import Communicator

@@ -22,7 +22,7 @@ from gradwire.integrations.choices import policy_of
 from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.links import Links
-from gradwire.sim import Curves
+from gradwire_tools.sim import Curves
 from ranks import as_threads
 
 CODED = WantedSetting("qsgd:bits=4", rank=2, seconds=1.0)

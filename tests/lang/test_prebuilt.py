@@ -339,7 +339,7 @@ def test_levels_that_the_compiler_cannot_build_are_refused(
 def test_the_command_builds_and_doctor_reports(tmp_path: Path) -> None:
     def gradwire(*command: str) -> list[dict[str, object]]:
         done = subprocess.run(
-            [sys.executable, "-m", "gradwire.cli", *command, "--json", "-"],
+            [sys.executable, "-m", "gradwire_tools.cli", *command, "--json", "-"],
             env={**os.environ, "GRADWIRE_KERNELS": str(tmp_path), "GRADWIRE_ISA": level},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip

@@ -20,7 +20,7 @@ import gradwire as gw
 from gradwire.integrations import automatic
 from gradwire.integrations.auto import WantedSetting
 from gradwire.planner.links import Links
-from gradwire.sim import Curves, kernel_costs
+from gradwire_tools.sim import Curves, kernel_costs
 from ranks import caught
 
 pytestmark = pytest.mark.multiprocess

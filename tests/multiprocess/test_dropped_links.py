@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.lab import Lab, Network, available
+from gradwire_tools.lab import Lab, Network, available
 from products import EXHAUSTIVE
 from ranks import as_processes
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gradwire.lab import Network, available, launch
+from gradwire_tools.lab import Network, available, launch
 from products import EXHAUSTIVE
 
 pytestmark = [

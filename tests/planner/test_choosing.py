@@ -26,9 +26,9 @@ from gradwire.planner.choice import (
 )
 from gradwire.planner.links import Links
 from gradwire.planner.selective import decisions
-from gradwire.sim import Curves, Net
-from gradwire.sim.curves import Curve, Software
-from gradwire.sim.rank import Overheads
+from gradwire_tools.sim import Curves, Net
+from gradwire_tools.sim.curves import Curve, Software
+from gradwire_tools.sim.rank import Overheads
 
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 CODEC = QSGD(bits=4)

@@ -20,7 +20,7 @@ from gradwire.planner.costs import (
     two_level,
     uncompressed,
 )
-from gradwire.sim import Curves, Net, Scenario, predict
+from gradwire_tools.sim import Curves, Net, Scenario, predict
 
 NUMEL = 1 << 20
 

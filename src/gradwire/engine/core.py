@@ -8,7 +8,7 @@ never waits for a younger ticket or for another owner. So the oldest ticket alwa
 then the next.
 
 Three drivers perform the actions: threads (engine/thread_driver.py), a stream
-(engine/stream_driver.py), and the simulator's clock (gradwire.sim.rank).
+(engine/stream_driver.py), and the simulator's clock (gradwire_tools.sim.rank).
 
 A ticket reserves no memory in advance: a round allocates when it begins, without waiting. The
 windows bound the memory in flight.

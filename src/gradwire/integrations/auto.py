@@ -38,9 +38,9 @@ from gradwire.planner.choice import (
     name,
 )
 from gradwire.planner.links import MOST_SECONDS, Links
-from gradwire.sim import Curves, Net, curves, kernel_costs
-from gradwire.sim.curves import Curve, Software
-from gradwire.sim.rank import Overheads
+from gradwire_tools.sim import Curves, Net, curves, kernel_costs
+from gradwire_tools.sim.curves import Curve, Software
+from gradwire_tools.sim.rank import Overheads
 
 # Of the engine, on a machine that has not been measured (`gradwire probe` measures it).
 _ENGINE = Overheads(start=4e-4, task=4e-5, post=1e-5, check=4e-6, check_byte=2e-11)

@@ -40,7 +40,7 @@ from gradwire.planner.choice import worth
 from gradwire.planner.link_watch import LinkWatch
 from gradwire.planner.links import Links, exchanged, measure_links
 from gradwire.planner.rules import exactly
-from gradwire.sim import Curves
+from gradwire_tools.sim import Curves
 
 log = logging.getLogger("gradwire")
 

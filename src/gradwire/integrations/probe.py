@@ -12,7 +12,7 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.auto import Auto, costs
 from gradwire.planner.links import SECONDS, Links, exchanged, measure_links
-from gradwire.sim.curves import Curve
+from gradwire_tools.sim.curves import Curve
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A *setting* is a codec for matrices of `least` values or more (or bf16, or none), an
 algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
-`gradwire.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
+`gradwire_tools.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
 
     1. every codec with every algorithm in which it is defined
     2. of each codec, the best few algorithms: in coordinated rounds, then with other segments, then
@@ -27,8 +27,8 @@ from gradwire.codecs import Cast, Identity
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire.sim import Curves, Net, Scenario, predict
-from gradwire.sim.models import Shapes
+from gradwire_tools.sim import Curves, Net, Scenario, predict
+from gradwire_tools.sim.models import Shapes
 
 MARGIN = 0.05  # of the time: what a less exact codec must save
 FULL, HALF = Identity(), Cast("bf16")
@@ -45,7 +45,7 @@ class Situation:
 
     Attributes:
         shapes: of the parameters, in the module's order.
-        ranks, per_node, cores, backward: see gradwire.sim.Scenario.
+        ranks, per_node, cores, backward: see gradwire_tools.sim.Scenario.
         net: between nodes.
         curves: of this machine.
         coalesces: whether buckets may travel together.

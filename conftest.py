@@ -1,0 +1,105 @@
+"""Options of the whole test suite: which cases run, with which kernels, on which worker."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from loopback import own_loopback
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="Write tests/golden/ anew, do not compare.",
+    )
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="Run every case, with kernels compiled as users get them: what `make test-all` does.",
+    )
+    parser.addoption(
+        "--timing",
+        action="store_true",
+        help="Run the tests whose subject is time, and no others: what `make soak` does.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the environment of the tests.
+
+    Waiting OpenMP threads release their cores. Kernels compile with -O0 in a quarter of the time,
+    since no flag changes a bit (law 6); exhaustive runs, golden payloads and prebuilt libraries use
+    the users' flags.
+
+    torch looks up the name of 127.0.0.1 whenever it connects to a store. A name server that does
+    not answer costs 5 seconds or more by default, too long for tests of timeouts.
+    """
+    if hasattr(config, "workerinput"):  # a worker of xdist
+        own_loopback()
+    gc.set_threshold(200_000, 20, 20)  # thousands of cases stay live: saves a tenth of the time
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read where torch is loaded, later
+    if not config.getoption("exhaustive"):
+        os.environ.setdefault("GRADWIRE_KERNEL_FLAGS", "-O0")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: tensors are small, and more threads only contend for the cores."""
+    import torch  # not before OMP_WAIT_POLICY is set
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what was not asked for, group tests that must share an xdist worker, and order them.
+
+    The lab needs the cores for itself, and some of its tests check for leftovers of others, so they
+    form one group. Tests that start processes form a group per file, since they share expensive
+    fixtures. The longest tests start first.
+    """
+    wanted = [item for item in items if _is_wanted(item, config)]
+    config.hook.pytest_deselected(items=[i for i in items if not _is_wanted(i, config)])
+    items[:] = wanted
+    for item in items:
+        if item.get_closest_marker("lab") or item.path.parent.name == "lab":
+            item.add_marker(pytest.mark.xdist_group("lab"))
+        elif item.get_closest_marker("multiprocess"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_turn)
+
+
+def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    if config.getoption("timing"):
+        return item.get_closest_marker("timing") is not None
+    if item.get_closest_marker("timing"):
+        return False
+    return config.getoption("exhaustive") or not item.get_closest_marker("exhaustive")
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    return 2 if group is None else int(group.args != ("lab",))
+
+
+@pytest.hookimpl(trylast=True)  # after xdist
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let garbage collections look at what tests make, not at all modules; and fail where groups
+    have no effect: xdist 3.8 finds them by names that pytest 9.2 hides."""
+    gc.freeze()
+    if session.config.getoption("loadgroup", False):
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError(
+                    f"this pytest-xdist does not keep groups of tests together ({item.nodeid}); "
+                    "install the versions of constraints.txt"
+                )

@@ -1,0 +1,1 @@
+"""Recorded gradients: what policies and methods save and lose on them."""

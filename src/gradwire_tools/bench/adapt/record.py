@@ -1,0 +1,223 @@
+"""`gradwire bench record`: gradients of a real training, for `gradwire bench error`.
+
+It trains a task of `bench train` and stores every rank's gradients of consecutive steps at several
+points. Consecutive, since error feedback carries errors from step to step; at several points, since
+gradients change as training goes on.
+
+No rank is a process of its own: this one computes the gradients of all ranks in turn, from the
+batches that `bench train` gives them, and takes steps with their exact average in fp32. So the
+gradients are those of uncompressed data-parallel training.
+
+A row per point: task, at, steps, ranks, numel, loss (mean over ranks and recorded steps),
+gradient_norm (L2 norm of the average, mean over recorded steps), nbytes (of its files), seconds
+(since the start), output (the folder).
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.errors import ConfigError
+from gradwire_tools.bench import memory
+from gradwire_tools.bench.adapt.recording import MANIFEST, Recording, save
+from gradwire_tools.bench.provenance import here
+from gradwire_tools.bench.train import tasks
+from gradwire_tools.bench.train.tasks import Task
+from gradwire_tools.bench.workers import Advance, unseen
+
+Row = dict[str, Any]
+
+AT = (0, 100, 400)
+QUICK_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt": {"layers": 1, "width": 64, "heads": 4},
+    "gpt-32k": {"layers": 1, "width": 64, "heads": 4, "sequences": 1, "vocabulary": 2048},
+    "image": {"channels": 8, "hidden": 64, "images": 8},
+    "image-resnet50": {"channels": 8, "images": 8},
+}
+_FREE = 1 << 28  # bytes that recording leaves on the disk
+
+
+def run(
+    output: str | Path,
+    task: str = "gpt",
+    at: Sequence[int] | None = None,
+    steps: int | None = None,
+    ranks: int = 4,
+    seed: int = 0,
+    quick: bool = False,
+    task_options: dict[str, Any] | None = None,
+    advance: Advance = unseen,
+) -> Iterator[Row]:
+    """Record, and yield a row per point.
+
+    Args:
+        output: a folder; it is made, and must not have a recording.
+        at: steps at which recording begins, ascending; 0, 100, 400, or 0, 8 if `quick`.
+        steps: consecutive steps at each; 8, or 4 if `quick`.
+        quick: end within 45 seconds on two idle cores: a small model.
+        advance: called with every step.
+
+    Raises:
+        ConfigError: an unknown task, a number out of range, points that overlap, or a folder that
+            cannot be written, is not empty, or has too little room.
+    """
+    options = {**(QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})}
+    made = tasks.get(task, **options)
+    points = tuple(at) if at is not None else ((0, 8) if quick else AT)
+    steps = steps if steps is not None else (4 if quick else 8)
+    _check(points, steps, ranks, seed)
+    model = made.model(seed)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    shapes = tuple((name, tuple(p.shape)) for name, p in named)
+    found = Recording(task, options, seed, ranks, points, steps, shapes, here())
+    memory.check(f"--ranks {ranks}", 4 * found.numel * (2 * ranks + 6))
+    folder = _folder(Path(output), 4 * found.numel * ranks * steps * len(points))
+    yield from _record(found, made, model, folder, advance)
+    found.write(folder)
+
+
+@contextmanager
+def recordings(
+    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance
+) -> Iterator[list[tuple[Path, Recording]]]:
+    """The recordings in these folders; if `quick` and there is none, a tiny one, made and deleted.
+
+    Raises:
+        ConfigError: a folder without a complete recording, or without one of the points `at`.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as tiny:
+        made = quick and not folders
+        if made:
+            for _ in run(Path(tiny), ranks=2, quick=True, advance=advance):
+                pass
+        found = [(Path(one), Recording.read(Path(one))) for one in ([tiny] if made else folders)]
+        for folder, recording in found:
+            for unknown in (one for one in at or () if one not in recording.at):
+                where = "the quick recording" if made else folder
+                known = ", ".join(map(str, recording.at))
+                raise ConfigError(f"--at {unknown}: {where} has the points {known}")
+        yield found
+
+
+def _record(
+    recording: Recording, task: Task, model: nn.Module, folder: Path, advance: Advance
+) -> Iterator[Row]:
+    optimizer = task.optimizer(model)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    begun, end = time.perf_counter(), recording.at[-1] + recording.steps
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(end):
+        point = next((at for at in recording.at if at <= step < at + recording.steps), None)
+        what = "training" if point is None else f"recording at {point}"
+        advance(f"{recording.task}, {what}", step, end)
+        ranks, loss = _gradients(recording, task, model, parameters, step)
+        mean = torch.stack(ranks).mean(0)
+        if not mean.isfinite().all():
+            raise ConfigError(
+                f"--task {recording.task}: the gradient of step {step} is not finite; use another "
+                f"--seed than {recording.seed}"
+            )
+        if point is not None:
+            save(recording.file(folder, point, step - point), ranks)
+            losses.append(loss)
+            norms.append(float(mean.double().norm()))
+        task.set_learning_rate(optimizer, step)
+        for parameter, part in zip(
+            parameters, mean.split([p.numel() for p in parameters]), strict=True
+        ):
+            gradient = torch.empty_like(parameter)  # in the parameter's memory format
+            parameter.grad = gradient.copy_(part.view(parameter.shape))
+        optimizer.step()
+        optimizer.zero_grad()
+        if point is not None and step == point + recording.steps - 1:
+            yield {
+                "task": recording.task,
+                "at": point,
+                "steps": recording.steps,
+                "ranks": recording.ranks,
+                "numel": recording.numel,
+                "loss": sum(losses) / len(losses),
+                "gradient_norm": sum(norms) / len(norms),
+                "nbytes": 4 * recording.numel * recording.ranks * recording.steps,
+                "seconds": time.perf_counter() - begun,
+                "output": str(folder),
+                "run": dict(recording.run),
+            }
+            losses, norms = [], []
+    advance(recording.task, end, end)
+
+
+def _gradients(
+    recording: Recording,
+    task: Task,
+    model: nn.Module,
+    parameters: Sequence[torch.Tensor],
+    step: int,
+) -> tuple[list[torch.Tensor], float]:
+    """Every rank's gradient of one step, as a vector; the mean of their losses."""
+    found, losses = [], 0.0
+    for rank in range(recording.ranks):
+        loss = task.loss(model, task.batch(recording.seed, rank, step, recording.ranks))
+        loss.backward()
+        losses += loss.item()
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        found.append(torch.cat([part.detach().float().reshape(-1) for part in parts]))
+        model.zero_grad()
+    return found, losses / recording.ranks
+
+
+def _check(at: Sequence[int], steps: int, ranks: int, seed: int) -> None:
+    text = ",".join(map(str, at))
+    if not at or min(at) < 0:
+        raise ConfigError(f"--at {text}: give steps of 0 or more")
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: record 1 step or more at each point")
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: use 1 rank or more")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed}: seeds are 0 or more")
+    if seed >= 2**63:
+        raise ConfigError(f"--seed {seed}: seeds are below 2^63")
+    for before, after in itertools.pairwise(at):
+        if after < before + steps:
+            raise ConfigError(
+                f"--at {text}: with --steps {steps}, the point after {before} is {before + steps} "
+                f"or later, not {after}"
+            )
+
+
+def _folder(folder: Path, nbytes: int) -> Path:
+    """Make the folder of a recording of `nbytes`, unless it cannot hold it."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if there != folder:
+        if not there.is_dir():
+            raise ConfigError(f"--output {folder}: {there} is not a folder")
+    elif not folder.is_dir() or any(folder.iterdir()):
+        has = f"has a {MANIFEST}" if (folder / MANIFEST).exists() else "is not an empty folder"
+        raise ConfigError(f"--output {folder} {has}: give a new folder")
+    free = shutil.disk_usage(there).free
+    if nbytes > free - _FREE:
+        raise ConfigError(
+            f"--output {folder}: {nbytes / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} "
+            "GiB that are free: record fewer steps, points or ranks"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / MANIFEST
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
+    return folder

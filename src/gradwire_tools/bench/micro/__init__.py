@@ -1,0 +1,1 @@
+"""The cost of one part: kernels, aggregators, a bucket beyond both."""

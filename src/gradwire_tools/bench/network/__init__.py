@@ -1,0 +1,1 @@
+"""The network between ranks: `doctor --ranks`, `probe`, `bench collectives`, `bench transports`."""

@@ -1,0 +1,259 @@
+"""`gradwire bench collectives`: the cost of one all-reduce on an emulated network, per method.
+
+Each method is a communication hook of a DDP module, as in training; the module is one matrix with a
+given gradient. A barrier inside the hook starts the clock; it stops when the average is in place.
+Methods are interleaved (A B A B), so that noise on the machine affects all of them equally. Each
+turn begins with an untimed all-reduce: after a pause, TCP connections restart slowly, and training
+has no such pauses.
+
+A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (of the slowest rank,
+median over rounds), seconds_quartiles (over rounds), wire_bytes (sent by rank 0, including to ranks
+of its own node), link_bytes (sent by all ranks of rank 0's node to other nodes; equal to wire_bytes
+with one rank per node), limit_seconds (link_bytes / rate + rounds * latency; None without an
+emulated network), of_limit (limit_seconds / seconds), nmse (against the average in float64). With
+several ranks per node, link_bytes is the count of the node's network interface, which includes TCP
+and Ethernet headers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import algorithms
+from gradwire.algorithms.hierarchical import Hierarchical
+from gradwire.errors import ConfigError
+from gradwire.groups import communicator
+from gradwire.transport import Mixed
+from gradwire_tools.bench import memory, workers
+from gradwire_tools.bench.interleaved import quartiles
+from gradwire_tools.bench.network.world import emulable, several
+from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.train import methods as method_table
+from gradwire_tools.lab import Network
+
+DEFAULT_METHODS = (
+    "torch-fp32",
+    "torch-fp16-hook",
+    "torch-bf16-hook",
+    "torch-powersgd",
+    "gradwire-qsgd4",
+)
+_TIMEOUT_S = 1200.0
+_SAMPLE = 1 << 20  # values whose error is measured
+_WARM_UP = 3  # torch's PowerSGD sends its first two uncompressed
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of every rank's worker."""
+
+    methods: tuple[str, ...]
+    numel: int
+    rounds: int
+    per_node: int
+
+
+@stamped
+def run(
+    ranks: int = 4,
+    net: str = "1gbit,1ms",
+    methods: Sequence[str] | None = None,
+    codecs: Sequence[str] | None = None,
+    numel: int | None = None,
+    quick: bool = False,
+    per_node: int = 1,
+    advance: workers.Advance | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows.
+
+    Args:
+        ranks: number of ranks.
+        net: RATE,LATENCY or none.
+        methods: names as in `bench train`; by default torch's four and gradwire's 4 bits.
+        codecs: instead of methods, these codecs of gradwire at their defaults.
+        numel: values of the gradient; 25 million, or 2.5 million if `quick`.
+        quick: end within 45 seconds on two idle cores, unless the network is slow.
+        per_node: ranks per node; they share its link and communicate through memory.
+        advance: called with every turn.
+
+    Raises:
+        ConfigError: an unknown method, codec or option, a number out of range, an impossible
+            network, or no lab on this machine.
+        WorkerError: a rank failed.
+    """
+    network = Network.parse(net)
+    names = list(methods or [])
+    names += [f"gradwire:{codec}" for codec in codecs or []]
+    for name in names:
+        method_table.parse(name).check()
+    if numel is not None and numel < 1:
+        raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
+    several(ranks)
+    if per_node < 1 or ranks % per_node:
+        raise ConfigError(f"--per-node {per_node}: give a number that divides the {ranks} ranks")
+    if network.shaped and ranks == per_node:
+        raise ConfigError(
+            f"--per-node {per_node}: all ranks share one machine, so nothing crosses --net {net}; "
+            "use --net none, or more ranks"
+        )
+    if numel is not None:
+        memory.check(f"--numel {numel} of {ranks} ranks", 4 * numel * ranks * 3)
+    emulable(network)
+    config = Config(
+        methods=tuple(names) or DEFAULT_METHODS,
+        numel=numel or (2_500_000 if quick else 25_000_000),
+        rounds=5 if quick else 9,
+        per_node=per_node,
+    )
+    nodes = ranks // per_node
+    for row in workers.measured(config, nodes, network, _TIMEOUT_S, advance, per_node):
+        rounds = row.pop("rounds")
+        limit = None
+        if network.shaped:
+            seconds_of_bytes = row["link_bytes"] * 8 / network.rate_bits_per_s
+            limit = seconds_of_bytes + rounds * network.latency_s
+        yield {
+            **row,
+            "ranks": ranks,
+            "per_node": per_node,
+            "net": str(network),
+            "limit_seconds": limit,
+            "of_limit": None if limit is None else limit / row["seconds"],
+        }
+
+
+# ---- one rank
+
+
+def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
+    """A row for each method; all take turns."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    timed_methods = [_TimedMethod(name, config.numel) for name in config.methods]
+    gradient = _gradient_of(rank, config.numel)
+    turns = _WARM_UP + config.rounds
+    for turn in range(turns):
+        progress(f"turns of {', '.join(config.methods)}", turn, turns)
+        for timed_method in timed_methods:
+            if len(timed_methods) > 1:
+                timed_method.step(gradient, counts=False)
+            timed_method.step(gradient, counts=turn >= _WARM_UP)
+    parts = [_gradient_of(r, config.numel)[:_SAMPLE].double() for r in range(world_size)]
+    expected = torch.stack(parts).mean(0)
+    return [timed_method.row(expected, config.per_node) for timed_method in timed_methods]
+
+
+class _Matrix(torch.nn.Module):
+    """A model of one matrix of `numel` values, as square as its divisors allow; its loss has a
+    given gradient."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        side = max(d for d in range(1, int(numel**0.5) + 1) if numel % d == 0)
+        zeros = torch.zeros(side, numel // side, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(zeros)
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.dot(self.weight.view(-1), gradient)
+
+
+class _TimedDDP(DistributedDataParallel):
+    """DDP that times its communication hook."""
+
+    seconds = 0.0
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        def timed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            dist.barrier()
+            begun = time.perf_counter()
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            future.wait()
+            self.seconds = time.perf_counter() - begun
+            return future
+
+        timed.__annotations__ = {
+            "bucket": dist.GradBucket,
+            "return": torch.futures.Future[torch.Tensor],
+        }
+        super().register_comm_hook(state, timed)
+
+
+class _TimedMethod:
+    """One method on its own module."""
+
+    def __init__(self, name: str, numel: int) -> None:
+        self.name = name
+        self.method = method_table.parse(name)
+        self.model = _TimedDDP(_Matrix(numel), gradient_as_bucket_view=True, init_sync=False)
+        self.applied = self.method.apply(self.model)
+        if self.method.kind == "torch_fp32":
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            self.model.register_comm_hook(None, default_hooks.allreduce_hook)
+        self.seconds: list[float] = []
+        self.sent = self.link_sent = 0  # in the last step
+        self.steps = 0
+
+    def step(self, gradient: torch.Tensor, counts: bool) -> None:
+        self.model.zero_grad(set_to_none=False)
+        sent, on_link = self.applied.traffic(self.steps).wire_bytes, _link_bytes()
+        self.model(gradient).backward()
+        self.steps += 1
+        self.sent = self.applied.traffic(self.steps).wire_bytes - sent
+        self.link_sent = _link_bytes() - on_link
+        slowest = torch.tensor(self.model.seconds, dtype=torch.float32)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if counts:
+            self.seconds.append(float(slowest))
+
+    def row(self, expected: torch.Tensor, per_node: int) -> dict[str, Any]:
+        weight = self.model.module.weight
+        found = weight.grad.view(-1)[: expected.numel()].double()
+        ours = self.method.kind == "gradwire"
+        algorithm = str(self.method.options.get("algorithm", "sra")) if ours else "ring"
+        transport = communicator().transport if ours else None
+        named = transport.name if isinstance(transport, Mixed) else type(transport).__name__
+        reductions = 2 if self.method.kind == "torch_powersgd" else 1
+        return {
+            "method": self.name,
+            "algorithm": algorithm,
+            "transport": named if ours else "gloo",
+            "numel": weight.numel(),
+            "seconds": statistics.median(self.seconds),
+            "seconds_quartiles": quartiles(self.seconds),
+            "wire_bytes": self.sent,
+            "link_bytes": self.link_sent if per_node > 1 else self.sent,
+            "rounds": reductions * _rounds(algorithm, per_node),
+            "nmse": float((found - expected).square().sum() / expected.square().sum()),
+        }
+
+
+def _rounds(algorithm: str, per_node: int) -> int:
+    """The rounds between nodes."""
+    size = dist.get_world_size()
+    if algorithm == "hierarchical":
+        nodes = tuple(rank // per_node for rank in range(size))
+        return Hierarchical(nodes=nodes).rounds_between(size)
+    return algorithms.get(algorithm).rounds(size)
+
+
+def _link_bytes() -> int:
+    """Bytes that this node's interface has sent; 0 if the node has no interface of its own."""
+    with open("/proc/net/dev") as file:
+        lines = [line.split(":") for line in file if line.strip().startswith("eth0:")]
+    return int(lines[0][1].split()[8]) if lines else 0
+
+
+def _gradient_of(rank: int, numel: int) -> torch.Tensor:
+    """The gradient of `rank`: normal values, with a scale that varies as between layers."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    values = torch.randn(numel, generator=generator, dtype=torch.float32)
+    return values.mul_(torch.linspace(0.1, 1.0, numel, dtype=torch.float32))

@@ -1,0 +1,1 @@
+"""Grids that repeat figures and tables of the papers."""

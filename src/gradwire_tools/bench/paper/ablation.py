@@ -1,0 +1,146 @@
+"""`gradwire bench ablation`: what each part of the design brings, in the order of HIPRESS Fig. 12.
+
+A codec begins with eager kernels, one call per tensor, on the whole gradient at once. Then, each
+on top of those before:
+
+    kernels      compiled ones
+    pipelining   buckets are sent as they become ready, in segments
+    bulk         one kernel call for all tensors of a task, and sends in coordinated rounds
+    selective    the planner's setting: algorithm, partitions, buckets, which matrices to compress
+
+Measured in the lab as a step of `gradwire doctor --ranks`, whose computing is a pause, and
+simulated. "batching" is the bulk part without coordinated rounds.
+
+A row: where ("lab" or "simulator"), part, method, model, ranks, net, numel, step_seconds (lab;
+medians), synchronisation_seconds (averaging alone; in the simulator, from the start of backward to
+the last average, less backward), cut (of synchronisation_seconds of the part before; None for the
+first). The planner's setting need not have all parts: where one does not pay, it leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gradwire import codecs
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
+from gradwire_tools.bench import memory, workers
+from gradwire_tools.bench.micro import curves as measuring
+from gradwire_tools.bench.network.network import StepConfig, copies
+from gradwire_tools.bench.network.world import emulable, several
+from gradwire_tools.bench.paper.planner_grid import fitted_to_lab, in_lab, method_of
+from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.lab import Network
+from gradwire_tools.sim import kernel_costs, models
+
+MOST_TURNS = 1000
+_PARTS = 6
+_TOGETHER = 1 << 40  # bytes: one bucket
+_TIMEOUT_S = 1800.0
+_WORKER = "gradwire_tools.bench.network.network_worker"
+
+
+@stamped
+def run(
+    ranks: int = 4,
+    net: str = "1gbit,1ms",
+    model: str = "resnet50",
+    codec: str = "qsgd:bits=4",
+    compute: float = 0.1,
+    turns: int = 5,
+    lab: bool = True,
+    advance: workers.Advance | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows.
+
+    Args:
+        ranks, net, model: as of `gradwire plan`.
+        compute: seconds that a step computes; two thirds of them are backward.
+        turns: of all parts, in the lab.
+        lab: False simulates only.
+
+    Raises:
+        ConfigError: a bad argument, or no lab on this machine.
+        WorkerError: a rank failed.
+    """
+    network = Network.parse(net)
+    shapes = models.shapes(model)
+    several(ranks)
+    if not compute > 0:
+        raise ConfigError(f"--compute {compute:g}: give seconds above 0")
+    if not 1 <= turns <= MOST_TURNS:
+        raise ConfigError(f"--turns {turns}: give 1 to {MOST_TURNS}")
+    size = models.numel(shapes)
+    if lab:
+        memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
+    if lab:
+        emulable(network, instead="give --no-lab")
+    chosen = codecs.get(codec)
+    known = measuring.measured([FULL, HALF, chosen], advance=advance)
+    if lab:
+        known = fitted_to_lab(known, ranks, network, size)
+    eager = {str(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
+    backward = compute * 2 / 3
+    cores = float(len(os.sched_getaffinity(0))) if lab else float("inf")
+    where = replace(in_lab(known, ranks, network, shapes), cores=cores, backward=backward)
+    best = choose(where, [chosen]).of(chosen).setting
+    parts = _parts(best)
+    methods = {part: _method(*of) for part, of in parts.items()}
+    context = {"model": model, "ranks": ranks, "net": str(network), "numel": size}
+
+    def rows(place: str, found: dict[str, tuple[float | None, float]]) -> Iterator[dict[str, Any]]:
+        before: float | None = None
+        for part, (step, seconds) in found.items():
+            cut = None if before is None else 1 - seconds / before
+            about = {"where": place, "part": part, "method": methods[part], **context}
+            times = {"step_seconds": step, "synchronisation_seconds": seconds}
+            yield {**about, **times, "cut": cut}
+            before = seconds
+
+    slow = replace(where, curves=replace(where.curves, codecs={**known.codecs, **eager}))
+    simulated = {
+        part: simulate(slow if target == "eager" else where, setting).seconds - backward
+        for part, (setting, target) in parts.items()
+    }
+    yield from rows("simulator", {part: (None, seconds) for part, seconds in simulated.items()})
+    if lab:
+        # The planner's setting may be that of a part: then they are one measurement.
+        names = tuple(dict.fromkeys(methods.values()))
+        config = StepConfig(shapes, compute, names, turns, _TIMEOUT_S / 3)
+        measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
+        found = {row["method"]: _measured(row) for row in measured}
+        yield from rows("lab", {part: found[name] for part, name in methods.items()})
+
+
+def _parts(best: Setting) -> dict[str, tuple[Setting, str]]:
+    """Of each part, with all those before it, the setting and the kernels' target."""
+    codec = best.codec
+    plain = Options(segments=1, batched=False)
+    return {
+        "none": (Setting(codec, plain, _TOGETHER), "eager"),
+        "kernels": (Setting(codec, plain, _TOGETHER), ""),
+        "pipelining": (Setting(codec, Options(batched=False)), ""),
+        "batching": (Setting(codec, Options()), ""),
+        "bulk": (Setting(codec, Options(coordinated=True)), ""),
+        "selective": (best, ""),
+    }
+
+
+def _method(setting: Setting, target: str) -> str:
+    text = method_of(setting) + f":coalesce_bytes={setting.coalesce_bytes}"
+    if not setting.options.batched:
+        text += ":batched=false"
+    if setting.least:
+        text += f":least={setting.least}"
+    return text + (f":target={target}" if target else "")
+
+
+def _measured(row: dict[str, Any]) -> tuple[float, float]:
+    """Median seconds of a step, and of averaging alone."""
+    step, computing = statistics.median(row["steps"]), statistics.median(row["computing"])
+    return step, max(step - computing, 0.0)

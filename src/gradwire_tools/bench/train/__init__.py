@@ -1,0 +1,1 @@
+"""`gradwire bench train` and `gradwire demo`: time to accuracy on real tasks, under DDP."""

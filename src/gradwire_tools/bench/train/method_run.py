@@ -1,0 +1,254 @@
+"""The training run of one method on one rank: model, optimizer, hook and clock.
+
+The worker has one run per method and interleaves them, so that a temporary slowdown of the machine
+affects all of them. `MethodRun` trains under DDP; `sharded_run.ShardedRun` is one under FSDP2.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire_tools.bench.train.methods import Applied, Method, Traffic
+from gradwire_tools.bench.train.tasks import Score, Task
+
+_COUNTED = ("first", "step", "step_seconds", "link_bytes", "parts", "counted_from")
+# of `Handle.stats`; `plan` counts its versions
+_PARTS = ("kernel_seconds", "exposed_seconds", "steps", "plan", "raw_bytes", "wire_bytes")
+
+
+@dataclass
+class MethodRun:
+    """State of one method's run with one seed.
+
+    Everything that a resumed run needs is in `state`.
+
+    Attributes:
+        first: the step at which this run began: not 0 where it goes on after one that has ended.
+        step: steps trained.
+        step_seconds: per step since `first`, from fetching the batch to the end of the optimizer's
+            step.
+        link_bytes: bytes that left this node's interface during steps; None without a lab.
+        parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
+        scores: (loss, metric) of every evaluation, equal on all ranks.
+        counted_from: bytes sent in the first steps, whose times are not averaged.
+        apart: (all bytes, those of weights) to add to what the method counts: of a run before it
+            was resumed, less what does not belong to training.
+    """
+
+    name: str
+    seed: int
+    task: Task
+    model: Any  # DistributedDataParallel, or under FSDP2 a module
+    optimizer: torch.optim.Optimizer
+    applied: Applied
+    first: int = 0
+    step: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    link_bytes: int | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    scores: list[tuple[float, float]] = field(default_factory=list)
+    counted_from: int = 0
+    apart: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
+        """A new run of `method`; the initial weights are equal for every method and rank.
+
+        Raises:
+            ConfigError: the method's codec or options are unknown.
+        """
+        model = method.distribute(task.model(seed))
+        momentum = 0.0 if method.replaces_momentum else None
+        optimizer = task.optimizer(model.module, momentum)
+        return cls(method.name, seed, task, model, optimizer, method.apply(model, optimizer))
+
+    def backward(self) -> None:
+        """The gradients of one step, averaged."""
+        batch = self.task.batch(self.seed, dist.get_rank(), self.step, dist.get_world_size())
+        self.task.loss(self.model, batch).backward()
+
+    def evaluate(self) -> Score:
+        """The score on the validation data; every rank evaluates a share."""
+        return self.score(self.model.module)  # with rank 0's buffers, as DDP before each step
+
+    def ideal_step(self) -> float:
+        """Seconds of a step without communication. Call it after the last evaluation, since ranks
+        diverge."""
+        with self.model.no_sync():
+            start = time.perf_counter()
+            self.one_step()
+            return time.perf_counter() - start
+
+    def model_state(self) -> dict[str, Any]:
+        """What this rank saves of model and optimizer: rank 0 all of it."""
+        if dist.get_rank() != 0:
+            return {}
+        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_model(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """The inverse; `replicas` is rank 0's state.
+
+        One step is trained first and undone: after it, DDP rebuilds its buckets, on which the
+        order of torch's sums depends."""
+        if own["step"]:
+            self.one_step()
+        self.model.module.load_state_dict(replicas["model"])
+        self.optimizer.load_state_dict(replicas["optimizer"])
+
+    def train(self, steps: int) -> None:
+        """`steps` more steps."""
+        for _ in range(steps):
+            sent_before = interface_bytes()
+            setup = 0.0 if self.step_seconds else self.applied.setup_seconds
+            self.step_seconds.append(setup + self.timed_step())
+            sent_after = interface_bytes()
+            if sent_before is not None and sent_after is not None:
+                self.link_bytes = (self.link_bytes or 0) + sent_after - sent_before
+            self.step += 1
+
+    def timed_step(self) -> float:
+        """Take one step of training; its seconds, with those of steps that are thrown away."""
+        start = time.perf_counter()
+        self.one_step()
+        while not self.applied.stepped():
+            self.one_step()
+        return time.perf_counter() - start
+
+    def one_step(self) -> None:
+        """Take one step, which is not counted."""
+        self.task.set_learning_rate(self.optimizer, self.step)
+        self.backward()
+        self.optimizer.step()
+        self.stepped()
+        self.optimizer.zero_grad()
+
+    def stepped(self) -> None:
+        """Called after the optimizer's step, while there are gradients."""
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds what the steps within spend in kernels and in waiting to `parts`."""
+        handle = self.applied.handle
+        if handle is None:
+            yield
+            return
+        before = handle.stats()
+        yield
+        after = handle.stats()
+        for name in _PARTS:
+            self.parts[name] = self.parts.get(name, 0.0) + after[name] - before[name]
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """What controllers have decided, in order: step, line, and tried, where automatic mode has
+        tried settings."""
+        found: list[dict[str, Any]] = (
+            [] if self.applied.handle is None else self.applied.handle.history()
+        )
+        found += [] if self.applied.flexible is None else self.applied.flexible.history
+        told = ("step", "line", "tried")
+        kept: list[dict[str, Any]] = [{key: r[key] for key in told if key in r} for r in found]
+        return sorted(kept, key=lambda row: int(row["step"]))
+
+    def means(self) -> dict[str, Any]:
+        """Of measured steps: seconds per step in kernels and in waiting, uncompressed bytes of
+        gradients over those sent, and changes of plan by a policy; None for torch's methods."""
+        of = self.parts
+        return {
+            "kernel_seconds": of["kernel_seconds"] / of["steps"] if of.get("steps") else None,
+            "exposed_seconds": of["exposed_seconds"] / of["steps"] if of.get("steps") else None,
+            "mean_ratio": of["raw_bytes"] / of["wire_bytes"] if of.get("wire_bytes") else None,
+            "plan_changes": int(of["plan"]) if of else None,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """This rank's state between two steps."""
+        own = {name: getattr(self, name) for name in _COUNTED}
+        own["scores"] = [list(score) for score in self.scores]
+        own["sent"] = self.sent()
+        own |= {"method": self.applied.state(), "random": torch.get_rng_state()}
+        return own | self.model_state()
+
+    def load(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """Continue where `state` was taken, to the bit.
+
+        Args:
+            replicas: rank 0's state.
+        """
+        self.load_model(own, replicas)
+        self.applied.load(own["method"])
+        for name in _COUNTED:
+            setattr(self, name, own[name])
+        self.scores = [(loss, metric) for loss, metric in own["scores"]]
+        self.count_from(own["sent"])
+        torch.set_rng_state(own["random"])
+
+    def go_on(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """Begin where another run has ended: `own` and `replicas` as in `load`. Of what it has
+        counted only its changes of plan go on."""
+        self.load(own, replicas)
+        self.first, self.step_seconds = self.step, []
+        self.parts = {"plan": self.parts["plan"]} if self.parts else {}
+
+    def score(self, model: nn.Module) -> Score:
+        """The score of a model without collectives, that of rank 0's buffers, over all ranks'
+        shares of the validation data."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+        model.eval()
+        mine = self.task.evaluate(model, dist.get_rank(), dist.get_world_size())
+        sums = torch.tensor(astuple(mine), dtype=torch.float64)
+        model.train()
+        dist.all_reduce(sums)
+        dist.broadcast(sums, 0)  # equal bits on all ranks, which decide by them when to stop
+        score = Score(*sums.tolist())
+        self.scores.append((score.mean_loss, self.task.metric_of(score)))
+        return score
+
+    def traffic(self) -> Traffic:
+        """Bytes and memory so far; memory since the last start."""
+        found, (wire_bytes, of_weights) = self.applied.traffic(self.step), self.apart
+        weights = found.weights_wire_bytes
+        return replace(
+            found,
+            wire_bytes=found.wire_bytes + wire_bytes,
+            weights_wire_bytes=None if weights is None else weights + of_weights,
+        )
+
+    def sent(self) -> tuple[int, int]:
+        """(all bytes, those of weights) so far."""
+        traffic = self.traffic()
+        return traffic.wire_bytes, traffic.weights_wire_bytes or 0
+
+    def count_from(self, sent: tuple[int, int]) -> None:
+        """Have `sent` be this now, and count on from it."""
+        apart, now = self.apart, self.sent()
+        self.apart = (apart[0] + sent[0] - now[0], apart[1] + sent[1] - now[1])
+
+    def close(self) -> None:
+        """Release the method's resources."""
+        self.applied.remove()
+
+
+def interface_bytes() -> int | None:
+    """Bytes that this node's network interface has sent; None if all ranks share loopback.
+
+    The lab gives each node its own interface, named in GLOO_SOCKET_IFNAME.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if interface == "lo":
+        return None
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, colon, counters = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(counters.split()[8])  # the first eight count received traffic
+    return None

@@ -1,0 +1,314 @@
+"""The methods that `bench train` compares: ways for DDP to average gradients.
+
+A method is named by an entry of `NAMED`, or spelt out as `CODEC:OPTION=VALUE:...`, with or without
+`gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
+`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`), and `least=N`: of
+fewer than N values parameters are sent uncompressed. With a policy
+(`qsgd:bits=4:policy=lgreco:every=100:first=50`), those of `gradwire.Replan` go with it, and the
+policy's own with `policy.` before them (`qsgd:policy=accordion:policy.share=0.75`), as `share` is
+an option of both. Two decide by what they measure: `auto`, with options of `gradwire.Auto`
+(`auto:trial=4`), and `flexible`, with those of `gradwire.Flexible` and `gradwire.Triggers`
+(`flexible:steps=5:rest=200`). Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and
+`truncate:ratio=R` (see `torch_hooks`).
+
+Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
+all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
+for PowerSGD, of the factors that its state says it reduced. For gradwire it is what the hook
+counted, message headers included. Where a network is emulated, rows carry what the node's interface
+sent too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import codecs
+from gradwire.aggregators import Aggregator, Compressed, registry
+from gradwire.codecs.text import parse as parse_text
+from gradwire.collectives.calling import check_seed
+from gradwire.errors import ConfigError, nearest, use_one_of
+from gradwire.integrations.choices import family_of, policy_of
+from gradwire.lang import Codec
+from gradwire.lang.kernels import MEND, uncompiled
+from gradwire.planner import make_plan
+from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
+from gradwire_tools.bench.train import torch_hooks, watching_methods
+from gradwire_tools.bench.train.torch_hooks import Applied, Options, Traffic, of_handle, ring_bytes
+from gradwire_tools.bench.train.watching_methods import AUTO, FLEXIBLE
+
+__all__ = ["NAMED", "Applied", "Method", "Traffic", "attach", "parse", "ring_bytes"]
+
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+# Arguments of `attach`, beside those of `gradwire.Options`.
+_OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
+_OF_ATTACH = (*_OF_RULES, "seed", "coalesce_bytes", "least", "policy", "replan")
+_OF_OPTIONS = tuple(option.name for option in fields(gradwire.Options))
+_OF_REPLAN = tuple(option.name for option in fields(gradwire.Replan))
+_OF_POLICY = "policy."  # before an option of the policy's own
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method by name.
+
+    Attributes:
+        kind: which function of `_APPLY` puts it on a model.
+        options: what that function is given.
+        bucket_mb: DDP's `bucket_cap_mb`; None for its default.
+        timing_only: whether it only shows what a step can cost: it does not train the model.
+    """
+
+    name: str
+    kind: str
+    options: Options = field(default_factory=dict)
+    bucket_mb: int | None = None
+    timing_only: bool = False
+
+    def check(self, ranks: int = 1, shapes: Shapes = ()) -> None:
+        """Whether `apply` can succeed, told before anything is launched.
+
+        Args:
+            ranks: on which `apply` is to succeed.
+            shapes: (name, shape) of the model's parameters; none checks the name and options alone.
+
+        Raises:
+            ConfigError: gradwire does not know the codec, an option or the algorithm, this machine
+                has no compiled kernels for the codec, or the method cannot average such parameters
+                on so many ranks.
+        """
+        if self.kind == FLEXIBLE:
+            watching_methods.check_flexible(self.options)
+        if self.kind != "gradwire":
+            return
+        if self.automatic:
+            watching_methods.auto_options(self.options)
+            return
+        made, options = self._made()
+        reason = uncompiled(made.encoders) if options.target == "auto" else None
+        if reason is not None:
+            raise _uncompiled(f"method {self.name!r}", reason)
+        if not shapes:
+            return
+        own, given, _ = _split(self.options)
+        of_rules = {k: given[k] for k in _OF_RULES if k in given}
+        blank = [
+            (name, torch.empty(shape, dtype=torch.float32, device="meta")) for name, shape in shapes
+        ]
+        try:
+            check_seed(given.get("seed", 0))
+            check_coalesce_bytes(given.get("coalesce_bytes", 0))
+            make_plan(blank, Rules().changed(own, **of_rules), ranks, options)
+        except ConfigError as error:
+            raise ConfigError(f"method {self.name!r} on {ranks} ranks: {error}") from error
+
+    def how(self) -> tuple[Codec, gradwire.Options]:
+        """Of a method of gradwire's, the codec and how its collectives run.
+
+        Raises:
+            ConfigError: as `check`, or it is an aggregator, which is more than one collective.
+        """
+        if self.automatic:
+            raise ConfigError(f"method {self.name!r} has no codec of its own: use `bench train`")
+        aggregator, options = self._made()
+        if "policy" in self.options:
+            raise ConfigError(f"method {self.name!r}: a policy is for `bench train`")
+        if not isinstance(aggregator, Compressed):
+            raise ConfigError(
+                f"method {self.name!r}: {aggregator} takes several collectives; `bench train` "
+                "compares such methods"
+            )
+        return aggregator.codec, options
+
+    @property
+    def automatic(self) -> bool:
+        """Whether it decides itself what is sent."""
+        return self.kind == "gradwire" and self.options["codec"] == AUTO
+
+    @property
+    def watches(self) -> bool:
+        """Whether it measures the network while it trains."""
+        return self.automatic or self.kind == FLEXIBLE
+
+    @property
+    def replaces_momentum(self) -> bool:
+        """Whether its averages include momentum, so that the optimizer must have none."""
+        if self.kind != "gradwire" or self.automatic:
+            return False
+        return bool(getattr(self._made()[0], "replaces_momentum", False))
+
+    def _made(self) -> tuple[Aggregator, gradwire.Options]:
+        try:
+            own, given, options = _split(self.options)
+            made = registry.get(str(self.options["codec"]), **own)
+            if "policy" in given:
+                policy_of(given["policy"])
+                family_of({made})
+            return made, gradwire.Options(**options)
+        except ConfigError as error:
+            raise ConfigError(f"method {self.name!r}: {error}{self._beside()}") from error
+
+    def _beside(self) -> str:
+        """What else could have been meant by an option that the codec does not have."""
+        others = (*_OF_ATTACH, *_OF_OPTIONS, *(_OF_REPLAN if "policy" in self.options else ()))
+        own = [name for name in self.options if name not in {*others, *registry.OPTIONS}]
+        found = [repr(near) for name in own if (near := nearest(name, others))]
+        return f" (did you mean {', '.join(found)}?)" if found else ""
+
+    def distribute(self, model: nn.Module) -> DistributedDataParallel:
+        """The model under DDP, bucketed as the method needs it."""
+        return DistributedDataParallel(model, bucket_cap_mb=self.bucket_mb)
+
+    def apply(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None
+    ) -> Applied:
+        """Registers the method's communication hook on `model`, once, before its first step.
+
+        Args:
+            optimizer: of the model; `flexible` needs it.
+
+        Raises:
+            ConfigError: gradwire does not know the codec or an option.
+        """
+        begun = time.perf_counter()
+        if self.kind == FLEXIBLE:
+            if optimizer is None:
+                raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
+            applied = watching_methods.flexible(model, optimizer, self.options)
+        else:
+            applied = _APPLY[self.kind](model, self.options)
+        seconds = time.perf_counter() - begun
+        return replace(applied, setup_seconds=seconds if self.watches else 0.0)
+
+
+NAMED: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("torch-fp32", "torch_fp32", {"dtype": "fp32"}),
+        Method("torch-fp16-hook", "torch_cast", {"dtype": "fp16"}),
+        Method("torch-bf16-hook", "torch_cast", {"dtype": "bf16"}),
+        # One bucket: the hook waits for collectives inside callbacks that run on gloo's own two
+        # threads, so two buckets in flight wait for each other for ever (seen with torch 2.13).
+        Method("torch-powersgd", "torch_powersgd", {"rank": 4}, bucket_mb=1 << 20),
+        Method("gradwire-fp16", "gradwire", {"codec": "fp16"}),
+        Method("gradwire-qsgd4", "gradwire", {"codec": "qsgd", "bits": 4}),
+        Method("gradwire-terngrad", "gradwire", {"codec": "terngrad"}),
+    )
+}
+
+
+def parse(text: str) -> Method:
+    """The method that `text` names.
+
+    Raises:
+        ConfigError: no such name, or an option is not `name=value`; the message lists the known.
+    """
+    if text in NAMED:
+        return NAMED[text]
+    kind, _, rest = (part.strip() for part in text.partition(":"))
+    if kind in _NUMBERS:
+        return _with_number(text, kind)
+    if kind in {*codecs.REGISTRY, *registry.REGISTRY, AUTO, FLEXIBLE}:
+        kind, rest = "gradwire", text
+    if kind != "gradwire" or not rest:
+        several = "CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec list`"
+        known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, several]
+        others = {name: name for name in {**codecs.REGISTRY, **registry.REGISTRY}}
+        raise ConfigError(f"unknown method {text!r}: {use_one_of(kind, known, others)}")
+    try:
+        codec, options = parse_text(rest)
+    except ConfigError as error:
+        raise ConfigError(f"method {error}") from error
+    if "codec" in options:
+        raise ConfigError(f"method {text!r}: option 'codec' is given twice")
+    if codec == FLEXIBLE:
+        return Method(text, FLEXIBLE, options)
+    return Method(text, "gradwire", {"codec": codec, **options})
+
+
+# Methods without gradwire that take one number: its name, whether it is whole, and the method.
+_NUMBERS: dict[str, tuple[str, type, Method]] = {
+    "torch-powersgd": ("rank", int, NAMED["torch-powersgd"]),
+    "truncate": ("ratio", float, Method("truncate", "truncate", {"ratio": 4}, timing_only=True)),
+}
+
+
+def _with_number(text: str, kind: str) -> Method:
+    """Such a method with its number; raises ConfigError for another option, or a number below 1."""
+    name, number, base = _NUMBERS[kind]
+    try:
+        options = parse_text(text)[1]
+    except ConfigError as error:
+        raise ConfigError(f"method {error}") from error
+    what = "a whole number" if number is int else "a number"
+    value = options.get(name)
+    allowed = (int,) if number is int else (int, float)
+    if set(options) != {name} or type(value) not in allowed or not 1 <= float(value or 0) < 1e9:
+        raise ConfigError(f"method {text!r}: write {kind}:{name}=N, with {what} of 1 or more")
+    return replace(base, name=text, options={name: options[name]})
+
+
+def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
+    """A handle, by the options of a method of gradwire's.
+
+    Raises:
+        ConfigError: gradwire does not know one of them.
+    """
+    if options["codec"] == AUTO:
+        return compiled(gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options)))
+    own, given, run = _split(options)
+    least = given.pop("least", 0)
+    if least:
+        named = model.module.named_parameters()
+        given["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
+    how = gradwire.Options(**run)
+    return compiled(gradwire.attach(model, options=how, **given, **own))
+
+
+def compiled(handle: gradwire.Handle) -> gradwire.Handle:
+    """The handle.
+
+    Raises:
+        ConfigError: bf16 is sent in place of its codec, so rows of that name would be false.
+    """
+    if handle.plan.rules.uncompiled:
+        raise _uncompiled("a rank", handle.plan.rules.uncompiled)
+    return handle
+
+
+def _uncompiled(what: str, reason: str) -> ConfigError:
+    return ConfigError(f"{what}: no compiled kernels to measure: {reason}; {MEND}")
+
+
+def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(options of the codec, what else `attach` is given, what its `gradwire.Options` is made of);
+    raises ConfigError for an option of `gradwire.Replan` with a wrong value."""
+    own: dict[str, Any] = dict(options)
+    run = {name: own.pop(name) for name in _OF_OPTIONS if name in own}
+    given = {name: own.pop(name) for name in _OF_ATTACH if name in own}
+    if "policy" in given:
+        when = {name: own.pop(name) for name in _OF_REPLAN if name in own}
+        never = {"stale": None} if when.get("stale") == "none" else {}
+        given["replan"] = gradwire.Replan(**(when | never))
+        of_policy = {n: own.pop(n) for n in list(own) if n.startswith(_OF_POLICY)}
+        texts = [f"{n.removeprefix(_OF_POLICY)}={value}" for n, value in of_policy.items()]
+        given["policy"] = ":".join([str(given["policy"]), *texts])
+    return own, given, run
+
+
+_APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
+    "torch_fp32": torch_hooks.torch_cast,
+    "torch_cast": torch_hooks.torch_cast,
+    "torch_powersgd": torch_hooks.torch_powersgd,
+    "truncate": torch_hooks.truncate,
+    "gradwire": lambda model, options: of_handle(attach(model, options)),
+}

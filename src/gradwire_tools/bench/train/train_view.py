@@ -1,0 +1,179 @@
+"""The terminal output of `bench train`: progress bars during the run, and a table at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column, Table
+
+from gradwire_tools.bench.train import train
+from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.report.lengths import length
+from gradwire_tools.report.quantities import DASH, digits, seconds, size
+
+Row = dict[str, Any]
+
+_BETWEEN_LINES_S = 5.0
+
+
+def watch(
+    config: TrainConfig, console: Console, state: Path | None = None, resume: bool = False
+) -> Iterator[Row]:
+    """The rows of `train.run`, with the progress of each method on `console`.
+
+    If `console` is not a terminal, it gets a line per evaluation, and every few seconds one of the
+    steps where rows come only at the end (`--compose`).
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[seconds]:.1f} s"),
+        TextColumn("[bold]loss {task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        shown = _Bars(config, bars)
+        last_line = 0.0
+
+        def moved(at: Row) -> None:
+            nonlocal last_line
+            shown.moved(at)
+            now = time.monotonic()
+            if config.nets and not console.is_terminal and now - last_line >= _BETWEEN_LINES_S:
+                last_line = now
+                console.print(
+                    "{phase}: {method}, seed {seed}, step {step} of {steps}".format(**at),
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
+
+        def announce(text: str) -> None:
+            console.print(text, style="dim", highlight=False, soft_wrap=True)
+
+        for row in train.run(config, moved, announce, state, resume):
+            if row["row"] == "evaluation" and not config.nets:
+                shown.evaluated(row)
+                if not console.is_terminal:
+                    console.print(
+                        f"{row['method']:>20}  seed {row['seed']}  step {row['step']:>4}  "
+                        f"{row['seconds']:7.1f} s  loss {digits(row['loss'], 4)}",
+                        highlight=False,
+                    )
+            yield row
+
+
+class _Bars:
+    """A bar for each method; a new phase starts them anew."""
+
+    def __init__(self, config: TrainConfig, bars: Progress) -> None:
+        self._config = config
+        self._bars = bars
+        self._ids: dict[str, TaskID] = {}
+        self._begin("training")
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        for bar in self._ids.values():
+            self._bars.remove_task(bar)
+        total = self._config.steps * len(self._config.seeds)
+        prefix = "" if phase == "training" else f"{phase}: "
+        self._ids = {
+            name: self._bars.add_task(prefix + name, total=total, seconds=0.0, loss=DASH)
+            for name in self._config.methods
+        }
+
+    def moved(self, at: Row) -> None:
+        if at["phase"] != self._phase:
+            self._begin(at["phase"])
+        seeds = (at["seed"],) if at["phase"].startswith("timing") else self._config.seeds
+        done, total = seeds.index(at["seed"]) * at["steps"] + at["step"], at["steps"] * len(seeds)
+        bar = self._ids[at["method"]]
+        self._bars.update(bar, completed=done, total=total, seconds=at["seconds"])
+
+    def evaluated(self, row: Row) -> None:
+        loss = digits(row["loss"], 4)
+        done = row["step"] if len(self._config.seeds) == 1 else None
+        bar = self._ids[row["method"]]
+        self._bars.update(bar, completed=done, loss=loss, seconds=row["seconds"])
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """A table of the summary rows of each network, and one of the validation rows."""
+    summaries = [row for row in rows if row["row"] == "summary"]
+    nets = dict.fromkeys(row["net"] for row in summaries)
+    found = [table([row for row in summaries if row["net"] == net]) for net in nets]
+    compared = [row for row in rows if row["row"] == "validation"]
+    return found + ([_validation(compared)] if compared else [])
+
+
+def _validation(rows: Sequence[Row]) -> Table:
+    made = _empty("composed against whole runs", ["composed", "whole", "error"], Column("net"))
+    for row in rows:
+        error = DASH if row["error"] is None else f"{row['error']:+.1%}".replace("%", " %")
+        times = seconds(row["composed_seconds"]), seconds(row["whole_seconds"])
+        made.add_row(row["net"], row["method"], *times, error)
+    return made
+
+
+def _empty(title: str, headings: Sequence[str], *before: Column, caption: str = "") -> Table:
+    """A table without rows, with a column of methods before those of these headings."""
+    method = Column("method", style="bold", overflow="fold")
+    others = (Column(one, justify="right", no_wrap=True) for one in headings)
+    layout: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    return Table(*before, method, *others, title=title, caption=caption or None, **layout)
+
+
+def table(summaries: Sequence[Row]) -> Table:
+    """A table of summary rows.
+
+    Its columns: median step time, time of a step without communication, step time relative to the
+    16-bit baseline's, total bytes sent by a rank, last validation loss, that loss relative to
+    fp32's, and time to the target loss.
+    """
+    first = summaries[0]
+    by_method = {row["method"]: row for row in summaries}
+    baselines = Baselines.of(first.get("sharded", False))
+    full = by_method.get(baselines.full)
+    sixteen_bit = baselines.best(summaries, "step_seconds")
+    network = "loopback" if first["net"] == "none" else first["net"]
+    origin = "as given"
+    if " at " in first["target_from"]:
+        origin = f"the loss of {first['target_from']}"
+    elif first["target_from"] != "given":
+        origin = f"the last loss of {first['target_from']}, with the tolerance"
+    of_sixteen = "of 16 bit" if first.get("sharded") else "of fp16"
+    headings = ["step", "compute", of_sixteen, "sent", "loss", "against\nfp32", "time to\ntarget"]
+    made = _empty(  # it fits into 80 columns
+        f"{first['task']}, {first['ranks']} ranks, {network}, {length(summaries)}"
+        + (", composed" if first.get("composed") else ""),
+        headings,
+        caption=f"target loss {digits(first['target'], 4)}: {origin}",
+    )
+    for row in summaries:
+        reached = row["time_to_target"]
+        target = "not met" if reached is None else seconds(reached) if reached else "untrained"
+        made.add_row(
+            row["method"],
+            seconds(row["step_seconds"]),
+            seconds(row["ideal_step_seconds"]),
+            _share(row, sixteen_bit, "step_seconds", "{:.2f}×"),
+            size(row["wire_bytes"]),
+            digits(row["final_loss"], 4),
+            _share(row, full, "final_loss", "{:+.2f} %"),
+            "timing only" if row.get("timing_only") else target,
+        )
+    return made
+
+
+def _share(row: Row, baseline: Row | None, key: str, form: str) -> str:
+    """`row` relative to `baseline`, as a factor or as a difference in percent."""
+    if baseline is None or row[key] is None or not baseline[key]:
+        return DASH
+    ratio = row[key] / baseline[key]
+    return form.format((ratio - 1) * 100 if "%" in form else ratio)

@@ -1,0 +1,43 @@
+"""`gradwire bench grid`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Json, Quick, numbers
+from gradwire_tools.cli.output import output
+from gradwire_tools.cli.training import task_options, trained
+
+
+def bench_grid(
+    grid_name: Annotated[
+        str, typer.Option("--grid", help="bits, low, learned, blocks or fake.")
+    ] = "bits",
+    task: options.Task = "gpt",
+    task_option: options.TaskOption = None,
+    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
+    nodes: options.Nodes = None,
+    seeds: options.Seeds = "0",
+    steps: options.Steps = None,
+    resume: options.Resume = False,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Train under FSDP2 with every combination of a grid: weights x gradients."""
+    from gradwire_tools.bench.paper import grids
+
+    with output(json_file) as out:
+        grid, config = grids.plan(
+            grid_name,
+            quick=quick,
+            task=task,
+            task_options=task_options(task_option, "iid"),
+            net=net,
+            nodes=nodes,
+            seeds=tuple(numbers("--seeds", seeds) or ()),
+            steps=steps,
+        )
+        out.console.print(grids.table(grid, trained(config, out, json_file, resume)))

@@ -1,0 +1,191 @@
+"""`gradwire doctor`, `gradwire codec` and `gradwire lab`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.errors import ConfigError
+from gradwire_tools.cli.options import SCHEDULED, Json, Net, Quick, finite, names
+from gradwire_tools.cli.output import output
+
+codec = typer.Typer(
+    help="The codecs and aggregators, and the stages of a codec's compilation.",
+    no_args_is_help=True,
+)
+lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
+
+
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", help="Measure a step with as many ranks; up to about a minute."),
+    ] = None,
+    net: Net = "none",
+    numel: Annotated[
+        int | None, typer.Option("--numel", help="Values of the step's gradient; 5000000.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Instead of --numel: resnet50, ... or SIZES: 1e6,4096x1024."),
+    ] = None,
+    compute: Annotated[
+        float | None,
+        typer.Option(
+            "--compute", help="Seconds that your own step computes; else layers are computed here.",
+            callback=finite,
+        ),
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:  # fmt: skip
+    """What is available here; with --ranks, whether compression pays.
+
+    With --ranks, or under torchrun, a training step is measured with fp32, 16 bit and gradwire:
+    its computing against its communication. The verdict comes first, and ends in the line to write;
+    what is available here is then in --json alone. Under torchrun it joins the ranks that torchrun
+    has started, so it measures the network between them.
+    """
+    from gradwire_tools.bench.network import network
+    from gradwire_tools.doctor import examine
+
+    wanted = network.plan(ranks, net, numel, model, compute, quick)
+    if wanted is not None and wanted.world.joins and os.environ["RANK"] != "0":
+        network.join(wanted)  # rank 0 has the rows
+        return
+    with output(json_file) as out:
+        if wanted is None:
+            out.rows(examine(), ["part", "available", "detail"])
+            return
+        out.quiet(lambda advance: examine())
+        *steps, verdict = out.quiet(lambda advance: network.run(wanted, advance))
+        out.say(verdict["detail"])
+        columns = ["method", "step_seconds", "compute_seconds", "communication_seconds"]
+        out.table(steps, [*columns, "exposed_seconds"])
+
+
+@codec.command("list")
+def codec_list(json_file: Json = None) -> None:
+    """The codecs and aggregators: operators, lines of code, options."""
+    from gradwire import codecs
+    from gradwire.aggregators import registry
+
+    rows = [{**row, "kind": "codec"} for row in codecs.listing()]
+    rows += [{**row, "kind": "aggregator"} for row in registry.listing()]
+    with output(json_file) as out:
+        out.rows(rows, ["codec", "kind", "operators", "lines", "options"])
+
+
+@codec.command("show")
+def codec_show(
+    name: Annotated[str, typer.Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
+    ir: Annotated[bool, typer.Option("--ir", help="The intermediate representation.")] = False,
+    c: Annotated[bool, typer.Option("--c", help="The generated C.")] = False,
+    triton: Annotated[bool, typer.Option("--triton", help="The generated Triton.")] = False,
+) -> None:
+    """Print what one codec or aggregator is, with its options; or the stages of a codec."""
+    from gradwire import codecs
+    from gradwire.aggregators import registry
+    from gradwire.codecs.text import parse
+    from gradwire.lang import show
+    from gradwire_tools.cli.methods import described
+
+    wanted = [stage for stage, given in (("ir", ir), ("c", c), ("triton", triton)) if given]
+    if not wanted:
+        typer.echo(described(name))
+        return
+    if parse(name)[0] in registry.REGISTRY:
+        raise ConfigError(
+            f"{name!r} is an aggregator, which has no stages: name a codec of `gradwire codec list`"
+        )
+    chosen = codecs.get(name)
+    for stage in wanted:
+        typer.echo(show(chosen, stage))
+
+
+@codec.command("build")
+def codec_build(
+    codec_name: Annotated[
+        str | None, typer.Option("--codec", help="Comma-separated codecs, or shm.")
+    ] = None,
+    isa: Annotated[
+        str | None, typer.Option("--isa", help="Such as x86-64-v2,x86-64-v3; all unless given.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--output", help="Where this installation looks, unless given.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compilers to run in parallel; default: number of cores."),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Compile kernels ahead of time, for every level of instruction sets of this machine.
+
+    Wheels carry what this makes. The compiler is gcc, or GRADWIRE_CC.
+    """
+    from gradwire import wheel
+    from gradwire.lang import build, jit, prebuilt
+
+    with output(json_file) as out:
+        try:
+            levels = build.levels(names("--isa", isa))
+            units = wheel.units(names("--codec", codec_name))
+            place = folder or prebuilt.folder()
+            out.measured(
+                lambda advance: build.build(units, levels, place, jobs, advance),
+                ["isa", "kernels", "seconds", "bytes", "file"],
+            )
+        except (jit.CompileError, OSError) as error:
+            raise ConfigError(f"nothing was built: {error}") from error
+
+
+@codec.command("cache")
+def codec_cache(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove them: they are compiled anew on next use.")
+    ] = False,
+    json_file: Json = None,
+) -> None:
+    """The kernels that were compiled on first use: where they are kept, and how large they are.
+
+    Kernels that came with the installation are not among them, nor are the caches of Triton.
+    """
+    from gradwire.lang import kernel_cache
+
+    found = kernel_cache.files()
+    row = {
+        "folder": str(kernel_cache.folder()),
+        "files": len(found),
+        "bytes": sum(path.stat().st_size for path in found),
+        "removed": clear,
+    }
+    with output(json_file) as out:
+        for path in found if clear else ():
+            path.unlink(missing_ok=True)  # a process that runs keeps what it has loaded
+        out.rows([row], [*row])
+
+
+@lab.command("run", context_settings={"allow_interspersed_args": False})
+def lab_run(
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command, after --.")],
+    nodes: Annotated[int, typer.Option(help="Number of emulated machines.")] = 4,
+    net: Annotated[str, typer.Option("--net", help=SCHEDULED)] = "1gbit,1ms",
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds until all are stopped.", callback=finite)
+    ] = None,
+    length: Annotated[
+        float | None,
+        typer.Option(help="Of the run in seconds, for a schedule by share.", callback=finite),
+    ] = None,
+) -> None:
+    """Run a command on every node: gradwire lab run --nodes 4 --net 1gbit,1ms -- CMD.
+
+    Each node gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+    """
+    from gradwire_tools.lab.run import run_command
+
+    raise typer.Exit(run_command(command, nodes, net, timeout, length=length))

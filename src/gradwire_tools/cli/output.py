@@ -1,0 +1,183 @@
+"""Where a command's rows, tables and progress go.
+
+Rows go to the file or stream of --json, tables to standard output (to standard error, if rows go to
+standard output), progress to standard error: bars on a terminal, plain lines otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from gradwire.errors import ConfigError
+from gradwire_tools.cli import tables
+from gradwire_tools.cli.options import unwritable, writable
+
+Row = dict[str, Any]
+Advance = Callable[[str, int, int], None]  # what is measured, how much is done, of how much
+
+_BETWEEN_LINES_S = 2.0
+
+
+class Output:
+    """Where rows, tables and progress of one command go.
+
+    Attributes:
+        console: for tables.
+        remarks: for progress, on standard error.
+    """
+
+    def __init__(self, file: Path | None, stream: TextIO | None) -> None:
+        self._file = file
+        self._stream = stream
+        self.console = Console(stderr=stream is not None)
+        self.remarks = Console(stderr=True)
+
+    def row(self, row: Row) -> None:
+        """Write a row at once. A number that JSON lacks becomes null.
+
+        Raises:
+            ConfigError: the file cannot be written, such as on a full disk.
+        """
+        with self._named():
+            if self._file is not None and self._stream is None:
+                self._stream = self._file.open("w")  # now: a failed command keeps the old file
+            if self._stream is not None:
+                self._stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+                self._stream.flush()
+
+    def rows(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
+        """Write each row as it comes; at the end print a table of `columns` for people."""
+        kept = []
+        for row in rows:
+            self.row(row)
+            kept.append(row)
+        self.table(kept, columns)
+        return kept
+
+    def measured(
+        self, measure: Callable[[Advance], Iterable[Row]], columns: list[str]
+    ) -> list[Row]:
+        """As `rows`, of rows that take long to make: `measure` is told how to report progress."""
+        kept = self.quiet(measure)
+        self.table([row for row in kept if row.keys() & set(columns)], columns)
+        return kept
+
+    def quiet(self, measure: Callable[[Advance], Iterable[Row]]) -> list[Row]:
+        """As `measured`, without the table."""
+        kept = []
+        with _progress(self.remarks) as advance:
+            for row in measure(advance):
+                self.row(row)
+                kept.append(row)
+        return kept
+
+    def table(self, rows: list[Row], columns: list[str]) -> None:
+        """Print a table of `columns`, keys of the rows, for people."""
+        tables.show(self.console, rows, columns)
+
+    def say(self, text: str) -> None:
+        """Print a sentence for people, after a table."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Close the file; raises ConfigError if what it still holds back cannot be written."""
+        if self._file is not None and self._stream is not None:
+            with self._named():
+                self._stream.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in its errors; a reader that left a pipe is no error of the file's."""
+        try:
+            yield
+        except OSError as error:
+            if self._file is None or error.errno == errno.EPIPE:
+                raise
+            raise unwritable("--json", self._file, error) from error
+
+
+@contextmanager
+def output(destination: str | None) -> Iterator[Output]:
+    """An Output for --json's argument; the file is closed at the end.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if destination == "":
+        raise ConfigError("--json is empty: give a file, or - for standard output")
+    file = None if destination in (None, "-") else Path(str(destination))
+    writable("--json", file)
+    made = Output(file, sys.stdout if destination == "-" else None)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def measured(
+    json_file: str | None, columns: list[str], run: Callable[..., Iterable[Row]], *given: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Do what a command does whose rows `run` yields: write them, and print a table of `columns`.
+
+    Args:
+        given, options: arguments of `run`, which is also given `advance`.
+    """
+    with output(json_file) as out:
+        out.measured(lambda advance: run(*given, **options, advance=advance), columns)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Advance]:
+    """What shows progress on `console`: a bar on a terminal, else a line every 2 seconds.
+
+    The first step of every phase has a line, too.
+    """
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    named = Column(max_width=40, no_wrap=True, overflow="ellipsis")  # a line holds all columns
+    columns = (
+        TextColumn("{task.description}", table_column=named), BarColumn(20), MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("starting", total=None)
+        yield lambda what, done, total: bars.update(
+            task, description=what, completed=done, total=total
+        )
+
+
+def _lines(console: Console) -> Advance:
+    last = 0.0
+
+    def advance(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done == 0 or now - last >= _BETWEEN_LINES_S:
+            last = now
+            console.print(f"{what}: {done} of {total}", highlight=False, soft_wrap=True)
+
+    return advance
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

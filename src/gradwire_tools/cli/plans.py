@@ -1,0 +1,114 @@
+"""`gradwire plan`: what to send, on a given network; and plans in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.errors import ConfigError
+from gradwire_tools.cli.options import Json, finite, names, writable
+from gradwire_tools.cli.output import output
+
+plan = typer.Typer(help="What to compress on a network, and plans in files.")
+
+
+@plan.callback(invoke_without_command=True)
+def decide(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,512x512.")
+    ] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option("--shapes", help="In place of --model: a file that handle.plan.save wrote."),
+    ] = None,
+    net: Annotated[
+        str | None, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
+    codec_name: Annotated[
+        str, typer.Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
+    ] = "qsgd:bits=4",
+    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
+    cores: Annotated[
+        float | None,
+        typer.Option(help="That all ranks share; each has its own unless given.", callback=finite),
+    ] = None,
+    backward: Annotated[
+        float,
+        typer.Option(
+            help="Seconds in which gradients become ready, one after the other.", callback=finite
+        ),
+    ] = 0.0,
+    threads: Annotated[int, typer.Option(help="Threads per kernel.")] = 1,
+    curves: Annotated[
+        Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Which gradients to compress on a network, in which setting; or that bf16 or none is best."""
+    if context.invoked_subcommand is not None:
+        return
+    if model is None and shapes is None and net is None and json_file is None:
+        typer.echo(context.get_help())
+        return
+    if (model is None) == (shapes is None) or net is None:
+        raise ConfigError(
+            "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
+        )
+    from gradwire.planner.files import PlanFile
+    from gradwire_tools.predict import planning
+
+    if curves is not None and (fresh or not curves.exists()):
+        writable("--curves", curves)
+    given = None if shapes is None else PlanFile.read(shapes).every_shape(shapes)
+    wanted = (
+        model or str(shapes), net, names("--codec", codec_name) or [], ranks, per_node, cores,
+        backward, threads, curves, fresh, given,
+    )  # fmt: skip
+    with output(json_file) as out:
+        rows = out.quiet(lambda advance: planning.run(*wanted, advance))
+        layers = [row for row in rows if row["part"] == "layer"]
+        columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
+        out.table(layers, [*columns, "compress", "partitions"])
+        columns = ["method", "algorithm", "coordinated", "segments", "coalesce_bytes", "least"]
+        settings = [row for row in rows if row["part"] == "setting"]
+        out.table(settings, [*columns, "seconds", "wire_bytes", "saves"])
+        out.say(rows[-1]["detail"])
+
+
+@plan.command("show")
+def show(
+    file: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],
+    json_file: Json = None,
+) -> None:
+    """How a plan sends each parameter, in how many bits per value."""
+    from gradwire.planner.files import PlanFile, shown
+
+    with output(json_file) as out:
+        rows = out.rows(shown(PlanFile.read(file)), ["parameter", "numel", "method", "bits"])
+        known = [row for row in rows if row["bits"] is not None]
+        numel = sum(row["numel"] for row in known)
+        if known:
+            bits = sum(row["bits"] * row["numel"] for row in known) / numel
+            out.say(f"{len(rows)} parameters, {numel:,} values, {bits:.2f} bits per value")
+
+
+@plan.command("diff")
+def diff(
+    a: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    json_file: Json = None,
+) -> None:
+    """The parameters that two plans send differently."""
+    from gradwire.planner.files import PlanFile, differences
+
+    with output(json_file) as out:
+        rows = list(differences(PlanFile.read(a), PlanFile.read(b)))
+        if rows:
+            out.rows(rows, ["parameter", "numel", "a", "b"])
+        else:
+            out.say("the plans are equal")

@@ -1,0 +1,119 @@
+"""`gradwire sim`: predictions, and their comparison with the lab."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradwire.errors import ConfigError
+from gradwire_tools.cli.options import Json, Net, finite, names, writable
+from gradwire_tools.cli.output import output
+
+
+def sim(
+    ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
+    net: Net = "1gbit,1ms",
+    codec_name: Annotated[
+        str | None, typer.Option("--codec", help="qsgd; NAME:OPTION=VALUE:..., comma-separated.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option("--algorithm", help="Comma-separated.")] = "sra",
+    model: Annotated[
+        str, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")
+    ] = "resnet50",
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="A step under FSDP2: weights are sent, too.")
+    ] = False,
+    method_names: Annotated[
+        str | None, typer.Option("--methods", help="With --sharded: as of bench train --sharded.")
+    ] = None,
+    forward: Annotated[
+        float | None,
+        typer.Option(help="With --sharded: its seconds; half of --backward.", callback=finite),
+    ] = None,
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
+    ] = False,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="A FILE.png or FILE.svg.")] = None,
+    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
+    cores: Annotated[
+        float | None,
+        typer.Option(help="That all ranks share; each has its own unless given.", callback=finite),
+    ] = None,
+    backward: Annotated[
+        float,
+        typer.Option(
+            help="Seconds in which gradients become ready, one after the other.", callback=finite
+        ),
+    ] = 0.0,
+    segments: Annotated[int | None, typer.Option(help="Pipeline units a chunk.")] = None,
+    partitions: Annotated[int | None, typer.Option(help="Of parameter_server.")] = None,
+    coordinated: Annotated[bool, typer.Option("--coordinated", help="Send in rounds.")] = False,
+    threads: Annotated[int, typer.Option(help="Threads per kernel.")] = 1,
+    curves: Annotated[
+        Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Compare with the lab, at its own points.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Validate fewer points.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Predict what a step's collectives take, on simulated networks."""
+    from gradwire_tools.bench.sharded import sharded_methods
+    from gradwire_tools.predict import simulate, simulate_sharded
+    from gradwire_tools.predict import validate as validation
+
+    of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
+    for option, given in of_sharded.items():
+        if given is not None and not sharded:
+            raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")
+    if sharded and codec_name is not None:
+        raise ConfigError(
+            f"--codec {codec_name}: a step under FSDP2 has codecs of weights and of gradients: "
+            "give --methods, as in qsdp:w=8:g=8"
+        )
+    if sharded and (validate or partitions is not None or coordinated):
+        raise ConfigError("--sharded: leave --validate, --partitions and --coordinated out")
+    with output(json_file) as out:
+        if validate:
+            points = validation.QUICK if quick else {}
+            columns = ["ranks", "net", "method", "algorithm", "measured_seconds"]
+            out.measured(
+                lambda advance: validation.run(**points, fresh=fresh, advance=advance),
+                [*columns, "simulated_seconds", "error"],
+            )
+            return
+        draw = None if plot is None else simulate.plotter(plot)
+        writable("--plot", plot)
+        if curves is not None and (fresh or not curves.exists()):
+            writable("--curves", curves)
+        options = {"segments": segments, "partitions": partitions, "coordinated": coordinated}
+        common: dict[str, Any] = {
+            "algorithms": names("--algorithm", algorithm) or [], "ranks": ranks, "net": net,
+            "model": model, "per_node": per_node, "cores": cores, "backward": backward,
+            "options": options, "sweep": sweep, "threads": threads, "file": curves, "fresh": fresh,
+        }  # fmt: skip
+        swept = ["value"] if sweep else []
+        if sharded:
+            chosen = names("--methods", method_names) or sharded_methods.COMPARED
+            step = simulate_sharded.WantedSharded(
+                methods=chosen, forward=forward, blocking=blocking, **common
+            )
+            columns = ["method", "seconds", "weights_wire_bytes", "gradients_wire_bytes"]
+            rows = out.measured(
+                lambda advance: simulate_sharded.run(step, advance),
+                [*swept, *columns, "ratio", "of_limit"],
+            )
+        else:
+            codecs = names("--codec", codec_name) or ["qsgd"]
+            wanted = simulate.WantedCollectives(codecs=codecs, **common)
+            columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
+            rows = out.measured(lambda advance: simulate.run(wanted, advance), [*swept, *columns])
+        if draw is not None:
+            draw(rows)

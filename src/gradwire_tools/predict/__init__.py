@@ -1,0 +1,1 @@
+"""`gradwire sim` and `gradwire plan`: what the simulator and the planner expect."""

@@ -1,0 +1,178 @@
+"""`gradwire sim`: rows of predictions for codecs and algorithms, along a sweep of one parameter.
+
+A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
+wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (of the
+curves), and sweep and value where a parameter was swept. docs/reference/simulator.md explains them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gradwire import codecs as codec_table
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire_tools.bench import workers
+from gradwire_tools.bench.micro import curves as measuring
+from gradwire_tools.bench.micro.kernels import check_threads
+from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.train import methods
+from gradwire_tools.predict import sim_sweep
+from gradwire_tools.predict.sim_sweep import Point
+from gradwire_tools.sim import Curves, Scenario, curves, predict
+
+NO_CURVES = Curves("none", 1, {})
+SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
+
+
+@dataclass(frozen=True)
+class WantedStep:
+    """The command line's request.
+
+    Attributes:
+        algorithms: each is combined with each codec or method.
+        ranks, net, model, per_node, cores, backward: see gradwire_tools.sim.Scenario.
+        options: fields of gradwire.Options except the algorithm; None leaves the default.
+        sweep: NAME=VALUE,VALUE...: one of `SWEPT`, or an option of the codecs.
+        threads: threads per kernel.
+        file: the file of curves; if it does not exist, curves are measured and written to it. None
+            uses the user's cache.
+        fresh: measure again.
+    """
+
+    algorithms: Sequence[str] = ("sra",)
+    ranks: int = 4
+    net: str = "1gbit,1ms"
+    model: str = "resnet50"
+    per_node: int = 1
+    cores: float | None = None
+    backward: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sweep: str | None = None
+    threads: int = 1
+    file: Path | None = None
+    fresh: bool = False
+
+    def at(self, point: Point, algorithm: str) -> dict[str, Any]:
+        """What scenarios of both kinds have, at a point of the sweep."""
+        given = {key: one for key, one in self.options.items() if one is not None}
+        if point.name in ("segments", "partitions"):
+            given[point.name] = point.number(point.name, None, whole=True)
+        cores = point.number("cores", self.cores)
+        return {
+            "ranks": point.ranks(self.ranks),
+            "net": point.net(self.net),
+            "options": Options(algorithm=algorithm, **given),
+            "per_node": int(point.number("per_node", self.per_node, whole=True)),
+            "cores": math.inf if cores is None else cores,
+            "backward": point.number("backward", self.backward),
+        }
+
+
+@dataclass(frozen=True)
+class WantedCollectives(WantedStep):
+    """The request for the collectives of a step.
+
+    Attributes:
+        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
+    """
+
+    codecs: Sequence[str] = ("qsgd",)
+
+
+@stamped
+def run(
+    wanted: WantedCollectives, advance: workers.Advance | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each point of the sweep, algorithm and codec.
+
+    `advance` is called before every codec whose kernels are measured.
+
+    Raises:
+        ConfigError: an unknown name, an undefined combination or a number out of range. It is
+            raised before anything is measured.
+    """
+    check_threads(wanted.threads)
+    points = [
+        (point, text, scenario)
+        for point in sim_sweep.points(wanted.sweep)
+        for text in wanted.codecs
+        for algorithm in wanted.algorithms
+        for scenario in [_scenario(wanted, text, algorithm, point)]
+    ]
+    needed = [scenario.codec for *_, scenario in points]
+    known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
+    for point, text, scenario in points:
+        yield {
+            "method": f"gradwire:{text}",
+            "codec": text,
+            **predict(scenario, known),
+            "machine": known.machine,
+            **point.keys,
+        }
+
+
+def known_curves(
+    needed: Iterable[Codec],
+    threads: int,
+    file: Path | None,
+    fresh: bool,
+    advance: workers.Advance | None,
+) -> Curves:
+    """The curves of these codecs; arguments as the fields of `WantedStep`.
+
+    Raises:
+        ConfigError: the file is not one of curves, or cannot be written.
+    """
+    if file is None:
+        return measuring.measured(needed, threads, fresh, advance)
+    if fresh or not file.exists():
+        if not file.parent.is_dir():
+            raise ConfigError(f"--curves {file}: not a file in an existing folder")
+        measuring.measured(needed, threads, fresh, advance).save(file)
+    return curves.load(file)
+
+
+def _scenario(wanted: WantedCollectives, text: str, algorithm: str, point: Point) -> Scenario:
+    """One point."""
+    options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
+    if point.name is not None and point.name not in SWEPT:
+        swept = f"gradwire:{text.split(':')[0]}:{point.name}={point.value}"
+        options.update(methods.parse(swept).options)
+    feedback = options.pop("error_feedback", False)
+    if not isinstance(feedback, bool):
+        raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
+    if "algorithm" in options:
+        raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
+    return Scenario(
+        codec=codec_table.get(**options),
+        model=wanted.model,
+        feedback=feedback,
+        **wanted.at(point, algorithm),
+    )
+
+
+def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
+    """A function that draws rows into `file`. Call it first, to find errors before simulating.
+
+    Raises:
+        ConfigError: `file` ends in neither .png nor .svg, its folder does not exist, or matplotlib
+            is missing.
+    """
+    if file.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--plot {file}: give a name that ends in .png or .svg")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: not a file in an existing folder")
+    try:
+        from gradwire_tools.predict import sim_plot
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            '--plot needs matplotlib, which is not installed: pip install "gradwire[report]"'
+        ) from error
+    return partial(sim_plot.draw, file=file)

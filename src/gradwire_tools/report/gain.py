@@ -1,0 +1,195 @@
+"""A method's gain over the best 16-bit baseline: its utility (UTIL 1), and whether it is one.
+
+    gain = time to a loss of the best 16-bit baseline / the method's
+
+Times are medians over seeds; above 1 a method saves time. `noise.by_seeds` judges the difference.
+A time is known to the time between two evaluations. Composed times of all seeds rest on the same
+few timed steps, so their mean's standard error counts, too, which no spread over seeds shows.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.report.kinds import Row
+from gradwire_tools.report.noise import Verdict, by_seeds, paired
+from gradwire_tools.report.quantities import DASH, faster
+from gradwire_tools.report.rows import grouped
+
+Times = Sequence[float | None]
+
+_TIMED_STEPS = 24  # of rows that do not tell
+
+
+class Standing(enum.Enum):
+    """How a method compares with the best 16-bit baseline."""
+
+    BAR = "the best 16-bit baseline"
+    GAIN = "gain"
+    LOSS = "loss"
+    NOISE = "within noise"
+    UNJUDGED = "not judged"  # one seed, or too few
+    NEVER = "target not reached"
+    ONLY = "reaches it, the 16-bit baselines do not"
+    TIMING = "for timing only"
+    UNKNOWN = "not known"  # no 16-bit baseline, or no target
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A standing, and the ratio of times; None where there is none."""
+
+    standing: Standing
+    ratio: float | None = None
+
+    @property
+    def text(self) -> str:
+        """ "2.41 times faster"; in words alone without a ratio."""
+        if self.standing in (Standing.GAIN, Standing.LOSS):
+            return faster(1.0, self.ratio or 1.0)
+        if self.standing is Standing.UNJUDGED and self.ratio is not None:
+            return f"{faster(1.0, self.ratio)}, {self.standing.value}"
+        return DASH if self.standing is Standing.UNKNOWN else self.standing.value
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """To what a method's times to a loss are known.
+
+    Attributes:
+        gap: the longest time between two evaluations, in seconds.
+        timing: of composed times, the standard error of the mean timed step, relative to it.
+    """
+
+    gap: float = 0.0
+    timing: float = 0.0
+
+
+def known_to(
+    one: Resolution, time: float | None, other: Resolution, its_time: float | None
+) -> tuple[float, float]:
+    """To what the difference of two times is known, by the evaluations and by the timed steps."""
+    timing = math.hypot(one.timing * (time or 0.0), other.timing * (its_time or 0.0))
+    return max(one.gap, other.gap), timing
+
+
+def judged(
+    found: Mapping[str, Times],
+    resolved: Mapping[str, Resolution],
+    timing_only: Sequence[str] = (),
+) -> dict[str, Gain]:
+    """The gain of each method.
+
+    Args:
+        found: each method's times to the target, one per seed, in the same order for all.
+        resolved: to what each method's times are known; exactly, where it lacks.
+        timing_only: methods that do not train a model.
+    """
+    bars = Baselines.among(found).sixteen_bits
+    known = {name: _median(found[name]) for name in bars if name in found}
+    reached = {name: time for name, time in known.items() if time}
+    bar = min(reached, key=lambda name: reached[name]) if reached else None
+    missed = bar is None and None in known.values()
+    gains = {}
+    for method, mine in found.items():
+        median, ratio = _median(mine), None
+        if method in timing_only:
+            standing = Standing.TIMING
+        elif not mine:
+            standing = Standing.UNKNOWN  # no seed is the others', too
+        elif median is None:
+            standing = Standing.NEVER
+        elif bar is None or not median:
+            standing = Standing.ONLY if missed else Standing.UNKNOWN
+        elif method == bar:
+            standing, ratio = Standing.BAR, 1.0
+        else:
+            ours, its = (resolved.get(name, Resolution()) for name in (method, bar))
+            resolution = sum(known_to(ours, median, its, reached[bar]))
+            standing = _STANDINGS[by_seeds(mine, found[bar], resolution)]
+            ratio = reached[bar] / median
+        gains[method] = Gain(standing, ratio)
+    return gains
+
+
+_STANDINGS = {
+    Verdict.LESS: Standing.GAIN,
+    Verdict.MORE: Standing.LOSS,
+    Verdict.NOISE: Standing.NOISE,
+    Verdict.FEW: Standing.UNJUDGED,
+    Verdict.UNKNOWN: Standing.UNJUDGED,
+}
+
+
+def of_summaries(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, Gain]:
+    """The gains at the target of one run's summary rows."""
+    if not summaries or summaries[0]["target"] is None:
+        return {row["method"]: Gain(Standing.UNKNOWN) for row in summaries}
+    methods = [row["method"] for row in summaries]
+    found = dict(zip(methods, paired(summaries, "time_to_target"), strict=True))
+    timing_only = [row["method"] for row in summaries if row.get("timing_only")]
+    return judged(found, resolutions(summaries, evaluations), timing_only)
+
+
+def resolutions(
+    summaries: Sequence[Row], evaluations: Sequence[Row], at_target: bool = True
+) -> dict[str, Resolution]:
+    """Of each method's time to the target, else to any loss among the rows at hand. These may be
+    fewer than the run's evaluations: at the target, the summary says how far apart these were."""
+    gaps = longest_gaps(evaluations) | (_told_gaps(summaries) if at_target else {})
+    timing = {row["method"]: _timing_error(row) for row in summaries}
+    return {name: Resolution(gaps.get(name, 0.0), timing.get(name, 0.0)) for name in gaps | timing}
+
+
+def _timing_error(row: Row) -> float:
+    """Of a composed row, the standard error of the mean timed step, relative to it, by the bounds
+    of the middle half of the steps; 0 of a row of a whole run, or without these bounds."""
+    bounds, step = row.get("step_seconds_quartiles"), row["step_seconds"]
+    if not row.get("composed") or not bounds or not step:
+        return 0.0
+    steps = row.get("timed_steps") or _TIMED_STEPS
+    return float((bounds[1] - bounds[0]) / step / math.sqrt(steps))
+
+
+def left_out(summaries: Sequence[Row], evaluations: Sequence[Row]) -> tuple[float, float] | None:
+    """(longest time between two evaluations at hand, the same of the runs), of the method where
+    they differ most; None if no evaluation was left out."""
+    told = _told_gaps(summaries)
+    differ = [
+        (here, told[method])
+        for method, here in longest_gaps(evaluations).items()
+        if here > 1.01 * told.get(method, here)
+    ]
+    return max(differ, default=None)
+
+
+def _told_gaps(summaries: Sequence[Row]) -> dict[str, float]:
+    key = "evaluation_gap_seconds"
+    return {row["method"]: row[key] for row in summaries if row.get(key) is not None}
+
+
+def longest_gaps(evaluations: Sequence[Row]) -> dict[str, float]:
+    """Each method's longest time between two evaluations, of the rows at hand."""
+    found: dict[str, float] = {}
+    for (method, _), mine in grouped(evaluations, "method", "seed").items():
+        at = sorted(row["seconds"] for row in mine)
+        longest = max((b - a for a, b in itertools.pairwise(at)), default=0.0)
+        found[method] = max(longest, found.get(method, 0.0))
+    return found
+
+
+def _median(values: Times) -> float | None:
+    """The median; None if a seed has no value."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known and len(known) == len(values) else None
+
+
+def strength(ratio: float, full: float = 4.0) -> float:
+    """How far a ratio is from 1, the same for 1/ratio: 0 to 1, which `full` and beyond have."""
+    return min(1.0, abs(math.log(ratio)) / math.log(full))

@@ -1,0 +1,133 @@
+"""Rows of files, each checked when it is read; and rows sorted by kind, or grouped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from gradwire.errors import ConfigError
+from gradwire_tools.report.kinds import KINDS, Row, check, kind_of
+
+LINE_BYTES = 16 << 20  # more are no row
+_DEPTH = 50  # of arrays and objects in each other
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of one file.
+
+    Raises:
+        ConfigError: it cannot be read, holds no rows, a line is no row as its kind is, or is there
+            twice; the message names file, line and key.
+    """
+    try:
+        with file.open("rb") as opened:
+            rows = list(_rows(opened, file))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot read rows from {file}: {reason}") from error
+    if not rows:
+        raise ConfigError(f"{file} holds no rows")
+    return rows
+
+
+def _rows(opened: BinaryIO, file: Path) -> Iterator[Row]:
+    number = 0
+    seen: dict[bytes, int] = {}
+    while line := opened.readline(LINE_BYTES + 1):
+        number += 1
+        where = f"{file}, line {number}"
+        if len(line) > LINE_BYTES:
+            raise ConfigError(f"{where} is longer than {LINE_BYTES >> 20} MiB: not a row")
+        if line.strip():
+            row = _parsed(line, where)
+            check(row, where)
+            if (first := seen.setdefault(line.strip(), number)) != number:
+                raise ConfigError(f"{where} is the same as line {first}: leave one of them out")
+            yield row
+
+
+def _parsed(line: bytes, where: str) -> Row:
+    try:
+        text = line.decode("utf-8").rstrip()
+        row = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        deep = _depth(row) > _DEPTH
+        if "\\u" in text and isinstance(row, dict) and not deep:
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    except RecursionError:
+        row, deep = {}, True
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 text: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}"
+        raise ConfigError(f"{where} is not JSON: {reason}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is not a JSON object but {type(row).__name__}")
+    if deep:
+        raise ConfigError(f"{where} is nested deeper than {_DEPTH} levels: not a row")
+    return row
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON; unknown values are null")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if abs(value) == float("inf"):
+        raise ValueError(f"{digits} is too large")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How many arrays and objects lie in each other."""
+    depth, level = 0, [value]
+    while level:
+        inner = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [one for v in inner for one in v if isinstance(one, dict | list)]
+        depth += 1
+    return depth
+
+
+def sort(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Checked rows by the name of their kind, each in one; those of no kind are under ""."""
+    found: dict[str, list[Row]] = {name: [] for name in [*(kind.name for kind in KINDS), ""]}
+    for row in rows:
+        kind = kind_of(row)
+        found[kind.name if kind else ""].append(row)
+    return found
+
+
+def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """The summaries and the evaluations among rows of `bench train`."""
+    by: dict[str, list[Row]] = {"summary": [], "evaluation": []}
+    for row in rows:
+        if row["row"] in by:
+            by[row["row"]].append(row)
+    return by["summary"], by["evaluation"]
+
+
+def run_of(row: Row, key: str = "run") -> tuple[Any, Any, Any]:
+    """(command, commit, date) of the run that a row is from, or that made its recording (`key` is
+    `recorded`). All rows of a run share them, and other runs differ."""
+    run = row.get(key)
+    command, commit, date = (
+        run.get(name) if isinstance(run, dict) else None for name in ("command", "commit", "date")
+    )
+    return command, commit, date
+
+
+def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by the values of keys (as text where they cannot be hashed), in their order.
+
+    The values of `run` and `recorded` are those of `run_of`.
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        values = (run_of(row, key) if key in ("run", "recorded") else row.get(key) for key in keys)
+        place = tuple(v if isinstance(v, str | int | float) else json.dumps(v) for v in values)
+        found.setdefault(place, []).append(row)
+    return found

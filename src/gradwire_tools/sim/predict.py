@@ -1,0 +1,184 @@
+"""Predict one row: a model, a codec and an algorithm on given ranks and links."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from gradwire.algorithms import Algorithm, Hierarchical
+from gradwire.collectives import Options, check_defined, check_feedback
+from gradwire.engine import Kind
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire_tools.sim import models
+from gradwire_tools.sim.buckets import ddp_buckets
+from gradwire_tools.sim.curves import Curves
+from gradwire_tools.sim.ensemble import Ensemble
+from gradwire_tools.sim.fabric import Link
+from gradwire_tools.sim.run import Machines, run
+from gradwire_tools.sim.task_times import algorithm_on
+
+
+@dataclass(frozen=True)
+class Net:
+    """The nodes' links.
+
+    Attributes:
+        text: as the user wrote it.
+        rate_bits_per_s: in each direction; `inf` for no limit.
+        latency_s: one-way latency.
+    """
+
+    text: str
+    rate_bits_per_s: float = math.inf
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        ranks: number of ranks.
+        net: the network between nodes.
+        codec: for all parameters that are matrices; the others are sent uncompressed.
+        model: as `models.shapes` takes it, or shapes.
+        options: algorithm, segments, partitions and so on; kernel options have no effect.
+        feedback: whether residuals are kept.
+        per_node: ranks per node; they share its link and communicate through memory.
+        cores: number of cores that all ranks share; `inf`: one per thread.
+        backward: seconds of the backward pass, during which gradients become ready at a constant
+            rate; 0: all are ready at the start.
+        exact: whether all ranks are simulated; None: if they are few.
+        barrier: whether ranks start as they leave a barrier that rank 0 reached last, as in `bench
+            collectives`, rather than all at once. In gloo's barrier rank r signals rank r + 2^k.
+        least: matrices of fewer values are sent uncompressed.
+        coalesce_bytes: as of `gradwire.attach`.
+
+    Raises:
+        ConfigError: an unknown model, a codec that is not defined in the algorithm, or a number
+            out of range.
+    """
+
+    ranks: int
+    net: Net
+    codec: Codec
+    model: str | models.Shapes
+    options: Options = field(default_factory=Options)
+    feedback: bool = False
+    per_node: int = 1
+    cores: float = math.inf
+    backward: float = 0.0
+    exact: bool | None = None
+    barrier: bool = False
+    least: int = 0
+    coalesce_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_machines(self.ranks, self.per_node, self.cores)
+        check_seconds("backward", self.backward)
+        nodes = self.options.nodes
+        if nodes is not None and len(nodes) != self.ranks:
+            raise ConfigError(f"nodes={nodes}: give the node of each of the {self.ranks} ranks")
+        check_defined(self.options.algorithm, self.codec)
+        if self.feedback:
+            check_feedback(self.codec)
+        _ = self.shapes
+
+    @property
+    def shapes(self) -> models.Shapes:
+        """The parameters' shapes, in order."""
+        return models.shapes(self.model) if isinstance(self.model, str) else self.model
+
+
+def check_machines(ranks: int, per_node: int, cores: float) -> None:
+    """Raise ConfigError if a number is out of range."""
+    for name, number in (("ranks", ranks), ("per_node", per_node)):
+        if number < 1:
+            raise ConfigError(f"{name}={number}: give a number of at least 1")
+    if not cores > 0:
+        raise ConfigError(f"cores={cores}: give a number above 0")
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise ConfigError unless it is a time."""
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{name}={seconds}: give a number of seconds, 0 or more")
+
+
+def link_of(net: Net, curves: Curves) -> Link:
+    """A node's link."""
+    return Link(rate=net.rate_bits_per_s / 8, latency=net.latency_s, **asdict(curves.link))
+
+
+def checked(curves: Curves, options: Options, in_memory: bool) -> Curves:
+    """Curves that count the checksums of messages only where there are any."""
+    if not in_memory if options.checksum is None else options.checksum:
+        return curves
+    return replace(curves, engine=replace(curves.engine, check_byte=0.0))
+
+
+def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
+    """Simulate the collectives of one step.
+
+    Returns:
+        A row: model, numel, algorithm, ranks, per_node, net, seconds (from the start of backward
+        until the last rank has the last average), compute_seconds (kernel time of the busiest
+        rank), wire_bytes (sent by rank 0), limit_seconds (bytes that leave its node / rate + rounds
+        * latency, and at least backward; None without a rate), of_limit (limit_seconds / seconds),
+        backward_seconds, buckets, messages (sent by rank 0), exact (whether every rank was
+        simulated; otherwise one node represented all).
+
+    Raises:
+        ConfigError: a codec has no curve.
+    """
+    n = scenario.ranks
+    sent = scenario.codec, scenario.feedback, n, scenario.least, scenario.coalesce_bytes
+    buckets = ddp_buckets(scenario.shapes, *sent)
+    algorithm = algorithm_on(scenario.options, n, scenario.per_node)
+    curves = checked(curves, scenario.options, in_memory=scenario.per_node >= n)
+    ensemble = Ensemble(n, scenario.per_node, algorithm, scenario.options, curves)
+    rotation, jobs = ensemble.jobs(buckets, True if scenario.barrier else scenario.exact)
+    numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in buckets))
+    ready = [scenario.backward * done / numels[-1] for done in numels]
+    machines = Machines(
+        world_size=n,
+        ranks=scenario.per_node,
+        link=link_of(scenario.net, curves),
+        overheads=curves.engine,
+        cores=scenario.cores,
+    )
+    hop = scenario.net.latency_s + curves.link.overhead
+    starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(jobs))]
+    result = run(machines, jobs, ready, rotation, starts)
+    seconds = max(result.ended)
+    limit = _limit(scenario, algorithm, result.moved_bytes[0])
+    return {
+        "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
+        "numel": numels[-1],
+        "algorithm": scenario.options.algorithm,
+        "ranks": n,
+        "per_node": scenario.per_node,
+        "net": scenario.net.text,
+        "seconds": seconds,
+        "compute_seconds": max(result.kernel_seconds),
+        "wire_bytes": result.sent_bytes[0],
+        "limit_seconds": limit,
+        "of_limit": None if limit is None or not seconds else limit / seconds,
+        "backward_seconds": scenario.backward,
+        "buckets": len(buckets),
+        "messages": sum(job.graph.kind.count(Kind.SEND) for job in jobs[0]),
+        "exact": rotation is None,
+    }
+
+
+def _limit(scenario: Scenario, algorithm: Algorithm, moved: int) -> float | None:
+    if math.isinf(scenario.net.rate_bits_per_s):
+        return None
+    rounds = algorithm.rounds(scenario.ranks)
+    if isinstance(algorithm, Hierarchical):
+        rounds = algorithm.rounds_between(scenario.ranks)
+    wire = moved * 8 / scenario.net.rate_bits_per_s + rounds * scenario.net.latency_s
+    return max(scenario.backward, wire if moved else 0.0)

@@ -1,0 +1,232 @@
+"""One rank on a virtual clock: the scheduler core, driven by the durations of its actions.
+
+The lanes are those of gradwire.engine.thread_driver: a thread runs kernels in the order in which
+their inputs arrive, and posts the sends that they release; each scope's receives are awaited by a
+thread of their own, in the order of their graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from gradwire.engine import Graph
+from gradwire.engine.core import Actions, Core, Do, Run
+from gradwire_tools.sim.clock import Clock, Cores, Thread
+
+
+@dataclass(frozen=True)
+class TimedGraph:
+    """A collective on one rank: its graph, and the durations of its tasks.
+
+    Attributes:
+        graph: as the algorithm built it.
+        seconds: kernel time of each task; 0 for sends and receives.
+        nbytes: bytes of the message of each buffer, header included.
+        largest: bytes of the largest message of all ranks.
+        tables: bytes of the length table in the message of each buffer, 0 for most. The table is
+            sent over a network but not through memory.
+    """
+
+    graph: Graph
+    seconds: Sequence[float]
+    nbytes: Sequence[int]
+    largest: int
+    tables: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """The engine's costs beyond kernels, in seconds.
+
+    Attributes:
+        start: per collective, before its first task and after its last.
+        task: per kernel or receive, to notice that it is ready and to start it.
+        post: per posted send or receive; also per receive whose message has already arrived when
+            its thread reaches it, so that no thread has to be woken.
+        check: per checked message.
+        check_byte: per byte of a checked message.
+    """
+
+    start: float = 0.0
+    task: float = 0.0
+    post: float = 0.0
+    check: float = 0.0
+    check_byte: float = 0.0
+
+
+class Router(Protocol):
+    """Carries messages between ranks."""
+
+    def same_node(self, rank: int, peer: int) -> bool:
+        """Whether two ranks are on one node."""
+        ...
+
+    def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
+        """`rank` has posted a receive; returns the name of its message."""
+        ...
+
+    def send(
+        self,
+        rank: SimulatedRank,
+        job: int,
+        graph: Graph,
+        task: int,
+        nbytes: int,
+        sent: Callable[[], None],
+    ) -> None:
+        """`rank` has posted a send; `sent` is called when the send buffer is free again."""
+        ...
+
+
+@dataclass
+class _Scope:
+    """One collective in flight, with its pending receives in order."""
+
+    number: int
+    timed: TimedGraph
+    inbound: Thread
+    outbound: Thread
+    awaited: deque[tuple[Hashable, int]] = field(default_factory=deque)
+    receiving: bool = False
+
+
+class SimulatedRank:
+    """A rank that runs jobs.
+
+    Args:
+        number: the rank.
+        node: the index of its node in the fabric.
+        cores: the cores on which its threads work.
+        router: carries its messages.
+        window: collectives that may be in flight, as for an owner.
+
+    Attributes:
+        ended: per job, the time in seconds at which its result was in place.
+        sent_bytes: per job, bytes passed to the transport.
+        kernel_seconds: kernel time of all jobs.
+        on_result: called with a job's number as its result is in place.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        node: int,
+        clock: Clock,
+        cores: Cores,
+        router: Router,
+        overheads: Overheads,
+        window: int = 2,
+    ) -> None:
+        self.number = number
+        self.node = node
+        self.stack = Thread(cores)
+        self.ended: dict[int, float] = {}
+        self.sent_bytes: Counter[int] = Counter()
+        self.kernel_seconds = 0.0
+        self.on_result: Callable[[int], None] = _nothing
+        self._clock = clock
+        self._cores = cores
+        self._router = router
+        self._overheads = overheads
+        self._core = Core(window)
+        self._compute = Thread(cores)
+        self._awaiting: dict[Hashable, Run] = {}
+        self._arrived: set[Hashable] = set()
+
+    def submit_at(self, seconds: Sequence[float], jobs: Sequence[TimedGraph]) -> None:
+        """Submit each of `jobs` at its time; the times do not decrease."""
+        for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
+            self._clock.at(when, partial(self.submit, number, timed))
+
+    def submit(self, number: int, timed: TimedGraph) -> None:
+        """Submit a job now; `number` is its own, equal on all ranks."""
+        place = self._core.issue()
+        self._core.expect(place)
+        self._core.close(place)
+        scope = _Scope(number, timed, Thread(self._cores), Thread(self._cores))
+        _, actions = self._core.begin(place, timed.graph, scope)
+        self._perform(actions, self._compute)
+
+    def _perform(self, actions: Actions, thread: Thread) -> None:
+        """Perform the core's actions; `thread`, which caused them, posts the sends."""
+        o = self._overheads
+        for do, run, tasks in actions:
+            scope: _Scope = run.job
+            if do is Do.KERNEL:
+                seconds = scope.timed.seconds[tasks[0]]
+                self.kernel_seconds += seconds
+                self._event(self._compute, seconds + o.task, self._core.done, run, tasks[0])
+            elif do is Do.SEND:
+                thread.do_first(o.post, partial(self._send, run, tasks[0], thread))
+            elif do is Do.POST:
+                self._compute.do(len(tasks) * o.post, partial(self._expect, run, tasks))
+            elif do is Do.START:
+                self._event(self._compute, o.start, self._core.started, run)
+            elif do is Do.RESULT:
+                self.ended[scope.number] = self._clock.now
+                self.on_result(scope.number)
+
+    def _event(
+        self, thread: Thread, seconds: float, event: Callable[..., Actions], *arguments: object
+    ) -> None:
+        """Report `event` to the core after `seconds` of work on `thread`."""
+        thread.do(seconds, lambda: self._perform(event(*arguments), thread))
+
+    def _expect(self, run: Run, receives: Sequence[int]) -> None:
+        scope: _Scope = run.job
+        for task in receives:
+            name = self._router.expect(self, scope.number, run.graph, task)
+            self._awaiting[name] = run
+            scope.awaited.append((name, task))
+
+    def _send(self, run: Run, task: int, thread: Thread) -> None:
+        scope: _Scope = run.job
+        nbytes = self._nbytes(run, task)
+        self.sent_bytes[scope.number] += nbytes
+
+        def sent() -> None:
+            self._perform(self._core.sent(run, task), scope.outbound)
+
+        self._router.send(self, scope.number, run.graph, task, nbytes, sent)
+        self._perform(self._core.posted(run, task), thread)
+
+    def arrived(self, message: Hashable) -> None:
+        """See gradwire_tools.sim.fabric.Endpoint."""
+        self._arrived.add(message)
+        self._receive(self._awaiting[message], self._overheads.task)
+
+    def _receive(self, run: Run, begun: float) -> None:
+        """Start the next receive, which takes `begun` seconds to begin.
+
+        The receives of a scope end in the order of its graph, whatever the order of arrival.
+        """
+        scope: _Scope = run.job
+        if scope.receiving or not scope.awaited or scope.awaited[0][0] not in self._arrived:
+            return
+        name, task = scope.awaited.popleft()
+        self._arrived.remove(name)
+        del self._awaiting[name]
+        scope.receiving = True
+
+        def received() -> None:
+            self._perform(self._core.done(run, task), scope.inbound)
+            scope.receiving = False
+            self._receive(run, o.post)
+
+        o = self._overheads
+        scope.inbound.do(begun + o.check + self._nbytes(run, task) * o.check_byte, received)
+
+    def _nbytes(self, run: Run, task: int) -> int:
+        """Bytes of the message of a send or receive."""
+        timed: TimedGraph = run.job.timed
+        buffers, peer = run.graph.message(task), run.graph.peer[task]
+        nbytes, table = (sum(column[b] for b in buffers) for column in (timed.nbytes, timed.tables))
+        return nbytes - (table if self._router.same_node(self.number, peer) else 0)
+
+
+def _nothing(job: int) -> None:
+    pass

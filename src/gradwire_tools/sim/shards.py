@@ -1,0 +1,163 @@
+"""What FSDP2 sends for one group of parameters: how its tensors are cut, encoded and sent.
+
+A parameter is cut by rows: rank r has rows r * m to (r + 1) * m, of which m = ceil(rows / N), and
+the last ranks have fewer. gradwire's gathers move payloads of bytes, encoded before and decoded
+after (gradwire.integrations.weights); its reduce-scatters have a codec per parameter
+(gradwire.integrations.scatter). Torch's collectives move all values, padding included, at one
+width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradwire.codecs import Identity
+from gradwire.collectives import Operation
+from gradwire.lang import Codec, layout
+from gradwire.lang.exact import Exact
+from gradwire.partition import Spec
+from gradwire_tools.sim.buckets import Bucket
+from gradwire_tools.sim.curves import Curves
+from gradwire_tools.sim.models import Shape, Shapes
+from gradwire_tools.sim.rank import TimedGraph
+
+GATHER = Operation("all_gather")
+SCATTER = Operation("reduce_scatter", "sum")
+
+_BYTES = Exact("")
+
+
+@dataclass(frozen=True)
+class Torch:
+    """Torch's collectives, of values cast to `width` bytes.
+
+    Attributes:
+        ratio: only the first 1/ratio of each rank's part is sent (fake compression).
+    """
+
+    width: int
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class Coded:
+    """gradwire's gathers of weights.
+
+    Attributes:
+        choose: (dimensions, number of values) of a parameter -> its codec; None: uncompressed.
+        keep: what ranks keep of forward's weights; see gradwire.planner.weights.
+    """
+
+    choose: Callable[[int, int], Codec | None]
+    keep: str = "none"
+
+
+Weights = Coded | Torch
+Gradients = Codec | Torch
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One gather of a group's weights.
+
+    Attributes:
+        bucket: what is sent.
+        encoded, decoded: by codec, values that rank 0 encodes before, and decodes after.
+    """
+
+    bucket: Bucket
+    encoded: dict[Codec, int]
+    decoded: dict[Codec, int]
+
+    def encode_seconds(self, curves: Curves) -> float:
+        """Raises ConfigError: a codec has no curve."""
+        return sum(curves.seconds(c, "encode", n, 0) for c, n in self.encoded.items())
+
+    def decode_seconds(self, curves: Curves) -> float:
+        """Raises ConfigError: a codec has no curve."""
+        return sum(curves.seconds(c, "decode", n, 0) for c, n in self.decoded.items())
+
+
+def gathered(group: Shapes, weights: Weights, ranks: int) -> Gathered:
+    """The gather of a group's fp32 weights."""
+    if isinstance(weights, Torch):
+        return Gathered((_whole(group, weights, ranks, _BYTES),), {}, {})
+    encoded: Counter[Codec] = Counter()
+    decoded: Counter[Codec] = Counter()
+    payloads = [0] * ranks
+    for shape in group:
+        codec = weights.choose(len(shape), math.prod(shape)) or Identity()
+        shards = lengths(shape, ranks)
+        encoded[codec] += shards[0]
+        decoded[codec] += sum(shards)
+        of = layout(codec, torch.float32)
+        payloads = [sent + of.nbytes(n) for sent, n in zip(payloads, shards, strict=True)]
+    name = "payloads of weights"
+    spec = Spec(name, sum(payloads), torch.uint8, _BYTES, lengths=tuple(payloads))
+    return Gathered((spec,), dict(encoded), dict(decoded))
+
+
+def scattered(group: Shapes, gradients: Gradients, feedback: bool, ranks: int) -> Bucket:
+    """The reduce-scatter of a group's fp32 gradients; those of fewer than two dimensions are sent
+    uncompressed, as in gradwire.planner."""
+    if isinstance(gradients, Torch):
+        return (_whole(group, gradients, ranks, Exact("sum")),)
+    specs = []
+    for number, shape in enumerate(group):
+        coded = len(shape) > 1
+        codec = gradients if coded else Identity()
+        shards = lengths(shape, ranks)
+        name = f"parameter {number}"
+        feeds = feedback and coded
+        specs.append(Spec(name, sum(shards), torch.float32, codec, feeds, lengths=shards))
+    return tuple(specs)
+
+
+def _whole(group: Shapes, by: Torch, ranks: int, codec: Codec) -> Spec:
+    """A group's values with padding, as bytes."""
+    each = by.width * math.ceil(sum(lengths(shape, ranks)[0] for shape in group) / by.ratio)
+    return Spec("values", each * ranks, torch.uint8, codec, lengths=(each,) * ranks)
+
+
+def lengths(shape: Shape, ranks: int) -> tuple[int, ...]:
+    """How many values of a parameter each rank has; rank 0 has the most, which is what others are
+    padded to."""
+    rows, row = shape[0], math.prod(shape[1:])
+    most = -(-rows // ranks)
+    return tuple(min(max(rows - rank * most, 0), most) * row for rank in range(ranks))
+
+
+def with_bytes(curves: Curves) -> Curves:
+    """Curves that have copies of bytes, too: a byte takes a fourth of what a value of Identity
+    does.
+
+    Raises:
+        ConfigError: Identity has no curve.
+    """
+    curves.seconds(Identity(), "encode", 1, 0)
+    copied = {
+        form: (call, value / 4, payload / 4)
+        for form, (call, value, payload) in curves.codecs[str(Identity())].items()
+    }
+    return replace(curves, codecs={**curves.codecs, str(_BYTES): copied})
+
+
+def by_torch(timed: TimedGraph, bucket: Bucket) -> TimedGraph:
+    """The graph of a bucket, in one segment, as torch's collective would run it at best: messages
+    have no headers, and kernels take no time."""
+    ((each, *_),) = (spec.lengths for spec in bucket)
+    sizes = [each if nbytes else 0 for nbytes in timed.nbytes]
+    return TimedGraph(timed.graph, [0.0] * len(timed.seconds), sizes, each, timed.tables)
+
+
+def codecs_of(groups: Sequence[Shapes], weights: Weights, gradients: Gradients) -> set[Codec]:
+    """The codecs whose curves are needed."""
+    needed: set[Codec] = {Identity()}
+    for group in groups:
+        needed |= gathered(group, weights, 1).decoded.keys()
+    return needed | ({gradients} if isinstance(gradients, Codec) else set())

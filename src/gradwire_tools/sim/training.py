@@ -1,0 +1,238 @@
+"""The training thread of one rank under FSDP2, on the virtual clock: it computes, starts gathers
+and reduce-scatters, and waits for them.
+
+Collectives of one lane (gathers, or reduce-scatters) run one after the other, in the order in which
+they were started, as on FSDP2's streams; lanes run beside each other. `order` is FSDP2's:
+
+    forward   the root's gather, then those of the blocks; a block is computed once its weights have
+              come, and gathers are at most two blocks ahead
+    backward  from the last block: the gather of the block before is started as one begins; its
+              reduce-scatter as it ends. The root has kept its weights, and comes last.
+
+A block's reduce-scatter starts once that of the block after has ended. On a CPU (`blocking`) the
+host waits for every gather of forward and every reduce-scatter where it starts it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gradwire_tools.sim.clock import Clock, Cores, Thread
+from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The training thread is busy."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start the collective with this number."""
+
+    job: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for its result."""
+
+    job: int
+
+
+Action = Compute | Start | Wait
+
+
+@dataclass(frozen=True)
+class StepCollective:
+    """A collective of a step.
+
+    Attributes:
+        group: its group's number; the root is the last.
+        lane: "gather" or "reduce".
+        before, after: kernel seconds beyond the graph's.
+    """
+
+    group: int
+    lane: str
+    before: float = 0.0
+    after: float = 0.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a group takes on the training thread.
+
+    Attributes:
+        forward, backward: to compute it.
+        encode, decode: its weights, once.
+    """
+
+    forward: float
+    backward: float
+    encode: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Where the training thread waits.
+
+    Attributes:
+        blocking: for gathers of forward and for reduce-scatters, where they start.
+        prefetches: whether gathers of backward are started ahead, if `blocking`.
+    """
+
+    blocking: bool = False
+    prefetches: bool = True
+
+
+def order(
+    groups: Sequence[Times | None], backward_gather: str, waits: Waits
+) -> tuple[list[StepCollective], list[Action]]:
+    """The collectives of a step, and what the training thread does.
+
+    Args:
+        groups: the blocks, then the root; None: a root without parameters.
+        backward_gather: what backward does for a block's weights: "gather" them again, "decode"
+            what forward kept, or "" (they are there).
+    """
+    jobs: list[StepCollective] = []
+    root = len(groups) - 1
+    blocks = [(number, of) for number, of in enumerate(groups[:root]) if of is not None]
+    last = groups[root]
+
+    def job(group: int, lane: str, of: Times) -> int:
+        kernels = (of.encode, of.decode) if lane == "gather" else ()
+        jobs.append(StepCollective(group, lane, *kernels))
+        return len(jobs) - 1
+
+    first = ([(root, last)] if last is not None else []) + blocks
+    actions = _forward([(job(n, "gather", of), of) for n, of in first], waits)
+    again = [
+        job(n, "gather", of) if backward_gather == "gather" else None for n, of in reversed(blocks)
+    ]
+    ended: list[int] = []
+
+    def reduce(group: int, of: Times) -> None:
+        ended.append(job(group, "reduce", of))
+        if len(ended) > 1 and not waits.blocking:
+            actions.append(Wait(ended[-2]))
+        actions.append(Start(ended[-1]))
+        if waits.blocking:
+            actions.append(Wait(ended[-1]))
+
+    ahead = waits.prefetches or not waits.blocking
+    if again and again[0] is not None and ahead:
+        actions.append(Start(again[0]))
+    for at, (number, of) in enumerate(reversed(blocks)):
+        gather, following = again[at], again[at + 1] if at + 1 < len(again) else None
+        if gather is not None:
+            actions += [Wait(gather)] if ahead else [Start(gather), Wait(gather)]
+        if following is not None and ahead:
+            actions.append(Start(following))
+        kept = of.decode if backward_gather == "decode" else 0.0
+        actions.append(Compute(kept + of.backward))
+        reduce(number, of)
+    if last is not None:
+        actions.append(Compute(last.backward))
+        reduce(root, last)
+    return jobs, [*actions, Wait(ended[-1])]
+
+
+def _forward(gathers: Sequence[tuple[int, Times]], waits: Waits) -> list[Action]:
+    ahead = 0 if waits.blocking else 2
+    actions: list[Action] = [Start(gather) for gather, _ in gathers[:ahead]]
+    for at, (gather, of) in enumerate(gathers):
+        if waits.blocking:
+            actions.append(Start(gather))
+        actions.append(Wait(gather))
+        if ahead and at + ahead < len(gathers):
+            actions.append(Start(gathers[at + ahead][0]))
+        actions.append(Compute(of.forward))
+    return actions
+
+
+class TrainingThread:
+    """Performs the actions of one rank's step.
+
+    Args:
+        rank: runs the collectives.
+        graphs: by job.
+
+    Attributes:
+        ended: seconds at which the step ended.
+        kernel_seconds: of kernels beside the collectives' own.
+    """
+
+    def __init__(
+        self,
+        rank: SimulatedRank,
+        clock: Clock,
+        cores: Cores,
+        jobs: Sequence[StepCollective],
+        graphs: Sequence[TimedGraph],
+        actions: Sequence[Action],
+    ) -> None:
+        self.ended: float | None = None
+        self.kernel_seconds = 0.0
+        self._rank, self._clock = rank, clock
+        self._jobs, self._graphs = jobs, graphs
+        self._actions = deque(actions)
+        self._thread = Thread(cores)
+        self._lanes: dict[str, deque[int]] = {"gather": deque(), "reduce": deque()}
+        self._kernels = {lane: Thread(cores) for lane in self._lanes}
+        self._done: set[int] = set()
+        self._computes = False
+        rank.on_result = self._arrived
+
+    def go_on(self) -> None:
+        """Perform actions until one takes time."""
+        while self._actions:
+            action = self._actions[0]
+            if isinstance(action, Wait) and action.job not in self._done:
+                return
+            self._actions.popleft()
+            if isinstance(action, Start):
+                self._start(action.job)
+            elif isinstance(action, Compute):
+                self._computes = True
+                self._thread.do(action.seconds, self._computed)
+                return
+        if self.ended is None:
+            self.ended = self._clock.now
+
+    def _computed(self) -> None:
+        self._computes = False
+        self.go_on()
+
+    def _start(self, job: int) -> None:
+        lane = self._lanes[self._jobs[job].lane]
+        lane.append(job)
+        if len(lane) == 1:
+            self._begin(job)
+
+    def _begin(self, job: int) -> None:
+        submit = partial(self._rank.submit, job, self._graphs[job])
+        self._kernel(job, self._jobs[job].before, submit)
+
+    def _arrived(self, job: int) -> None:
+        self._kernel(job, self._jobs[job].after, partial(self._end, job))
+
+    def _kernel(self, job: int, seconds: float, then: partial[None]) -> None:
+        self.kernel_seconds += seconds
+        self._kernels[self._jobs[job].lane].do(seconds, then)
+
+    def _end(self, job: int) -> None:
+        self._done.add(job)
+        lane = self._lanes[self._jobs[job].lane]
+        lane.popleft()
+        if lane:
+            self._begin(lane[0])
+        if not self._computes:
+            self.go_on()

@@ -1,0 +1,82 @@
+"""Tiny runs of `bench train` and what they gave; and inputs that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from command_line import wrongly_refused
+from gradwire.errors import ConfigError
+from gradwire_tools.bench.train import train
+from gradwire_tools.bench.train.train_config import TrainConfig
+
+OPTIONS: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "validation_sequences": 16}
+TINY = TrainConfig(
+    task="gpt", task_options=OPTIONS, nodes=2, net="none", methods=("torch-fp32",),
+    steps=8, evaluate_every=4, ideal_steps=2, timeout_seconds=250.0,
+)  # fmt: skip
+TIMES = {"run", "peak_extra_bytes", "time_to_target", "time_to_target_by_seed", "utility"}
+TIMES |= {"utility_against"}
+
+
+@dataclass
+class Found:
+    """What a run gave: rows in order, and lines for people."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["row"] == "evaluation"]
+
+    @property
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """By method."""
+        return {row["method"]: row for row in self.rows if row["row"] == "summary"}
+
+    def of(self, method: str) -> list[dict[str, Any]]:
+        """A method's evaluations."""
+        return [row for row in self.evaluations if row["method"] == method]
+
+    @property
+    def losses(self) -> dict[tuple[str, int, int], float]:
+        return {(row["method"], row["seed"], row["step"]): row["loss"] for row in self.evaluations}
+
+
+def trained(config: TrainConfig, **options: Any) -> Found:
+    """All of a run's rows; JSON can hold them."""
+    found = Found()
+    found.rows += train.run(config, announce=found.said.append, **options)
+    json.dumps(found.rows, allow_nan=False)
+    return found
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if key not in TIMES and "seconds" not in key}
+        for row in json.loads(json.dumps(rows))
+    ]
+
+
+def refused(call: Callable[[Any], object], cases: Iterable[tuple[Any, str]]) -> None:
+    """Assert that `call` refuses every input with a ConfigError of its complaint, a pattern."""
+    faults = []
+    for given, complaint in cases:
+        try:
+            call(given)
+        except ConfigError as error:
+            if not re.search(complaint, str(error)):
+                faults.append(f"{given!r}: {error}")
+        else:
+            faults.append(f"{given!r} is accepted")
+    assert not faults, "\n".join(faults)
+
+
+def refused_by_command(command: list[str], cases: Iterable[tuple[list[str], str]]) -> None:
+    """Assert that a command line refuses every list of arguments with its complaint, one line."""
+    faults = wrongly_refused(([*command, *arguments], told) for arguments, told in cases)
+    assert not faults, "\n".join(faults)

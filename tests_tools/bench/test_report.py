@@ -1,0 +1,257 @@
+"""The report's page: every row in one section, what was run, nothing fetched, nothing unescaped."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_runs import refused
+from report_rows import (
+    AGGREGATORS,
+    COLLECTIVE,
+    COMPARED,
+    DOCTOR,
+    ERRORS,
+    EVERYTHING,
+    KERNEL,
+    LAYERS,
+    PROFILE,
+    RUN,
+    SWEPT,
+    TRANSPORT,
+    UNKNOWN,
+    VALIDATED,
+    train_rows,
+)
+
+from gradwire.errors import ConfigError
+from gradwire_tools import report
+from gradwire_tools.report import page, quantities
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags nest, and collects tags, text and links."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "br", "img", "input"):
+            self.open.append(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+        self.links += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href") and v]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
+    files = []
+    for name, rows in {"train": train_rows(), "other": [COLLECTIVE, KERNEL, *UNKNOWN]}.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+        files.append(file)
+    made = tmp_path / "report.html"
+    report.write(files, made, "A <title>")
+    text = made.read_text()
+    parsed = Page(text)
+    assert not parsed.links
+    assert "url(" not in text
+    assert "script" not in parsed.tags
+    for expected in ("A <title>", "Training gpt", "All-reduce of 25.0 M values", "Kernels"):
+        assert expected in parsed.text
+    assert "16 rows" in parsed.text
+    assert parsed.tags.count("svg") == 7
+
+
+def test_the_page_tells_what_was_run() -> None:
+    two = [*train_rows(), {**KERNEL, "run": {**RUN, "command": "gradwire bench kernels"}}]
+    text = Page(page.render([*two, COLLECTIVE])).text
+    for expected in ("gradwire bench train --seeds 0", "gradwire bench kernels", "a machine"):
+        assert expected in text
+    assert "not in a git checkout" in text
+    assert "300 Mbit/s, 1 ms latency" in text
+    assert "1 row of 14 is without command, commit and machine" in text
+
+
+def test_every_row_lands_in_one_section() -> None:
+    made = page.sections([*EVERYTHING, *train_rows("none")])
+    assert [section.title for section in made] == [
+        "Training gpt, 4 ranks: gain over 16 bit by network",
+        "Training gpt, 4 ranks",
+        "Training gpt, 4 ranks",
+        "Composed runs of gpt, 4 ranks, against whole runs",
+        "Decisions during training",
+        "Error on recorded gradients of gpt",
+        "Cost of averaging the gradients of gpt",
+        "All-reduce of 25.0 M values",
+        "Kernels",
+        "Simulation of resnet50",
+        "The simulator against the lab",
+        "Transports",
+        "Profile of a bucket",
+        "Examination of this machine and network",
+        "Rows of an unknown kind",
+        "What was run",
+    ]
+    tables = [q.table for section in made[:-1] for q in section.questions if q.table is not None]
+    assert [len(table.rows) for table in tables] == [
+        *[3] * 11, 1, 1, 4, 2, 2, 1, 1, 3, 1, 4, 2, 3, 1, 1, 1
+    ]  # fmt: skip
+    for table in tables:
+        assert all(len(row) == len(table.headings) for row in table.rows)
+    for section in made[:-2]:
+        words = section.title.startswith(("Composed", "Decisions"))
+        assert (section.questions[0].figure is None) == words
+    # Every kind of rows makes a page alone.
+    for rows in (
+        [COMPARED], ERRORS, LAYERS, AGGREGATORS, SWEPT, [VALIDATED], TRANSPORT, PROFILE, DOCTOR,
+        UNKNOWN, [KERNEL],
+    ):  # fmt: skip
+        Page(page.render(rows))
+
+
+KEPT = ("evaluation", "summary", "validation", "total", "layer", "300mbit,1ms")
+
+
+def _hostile(value: Any) -> Any:
+    if isinstance(value, str) and value not in KEPT:
+        return f"{value}</td></svg></style><script>alert(1)</script>\"' onload=x &amp;"
+    if isinstance(value, dict):
+        return {key: _hostile(one) for key, one in value.items()}
+    return value
+
+
+def test_hostile_strings_stay_text() -> None:
+    rows = [{key: _hostile(value) for key, value in row.items()} for row in EVERYTHING]
+    rows.append({"<script>alert(2)</script>": "<img src=x onerror=alert(3)>"})
+    parsed = Page(page.render(rows, _hostile("title")))
+    assert not {"script", "img", "iframe"} & set(parsed.tags)
+    assert not parsed.links
+    assert "<script>alert(2)</script>" in parsed.text
+
+
+def test_rows_without_values_are_drawn_all_the_same() -> None:
+    rows = train_rows()
+    for row in rows:
+        for key in (
+            *("loss", "final_loss", "target", "time_to_target", "ideal_step_seconds"),
+            *("step_seconds", "wire_bytes", "step_seconds_quartiles"),
+        ):
+            if key in row:
+                row[key] = None
+        for key in ("time_to_target_by_seed", "final_loss_by_seed", "parameters", "run"):
+            row.pop(key, None)
+    assert "not finite" in Page(page.render(rows)).text
+    Page(page.render([row for row in train_rows() if row["row"] == "evaluation"]))
+    Page(page.render([row for row in train_rows() if row["row"] == "summary"]))
+    Page(page.render([{**COLLECTIVE, "net": "none", "limit_seconds": None, "of_limit": None}]))
+    zero = {**COLLECTIVE, "seconds": 0.0, "limit_seconds": 0.0, "method": "torch-fp16-hook"}
+    Page(page.render([zero, {**COLLECTIVE, "seconds": 0.0}]))
+    Page(page.render([{**KERNEL, "of_limit": 0.0}]))
+    Page(page.render([{**TRANSPORT[0], "latency_us": 0.0, "bytes": 1}]))
+    Page(page.render([{**SWEPT[0], "seconds": 0.0, "limit_seconds": None}]))
+    Page(page.render([{**SWEPT[0], "value": "fp16"}, {**SWEPT[1], "value": "fp32"}]))
+
+
+def test_a_row_that_is_not_as_its_kind_is_named() -> None:
+    first = train_rows()[0]
+    wrong = [
+        (
+            {**COLLECTIVE, "seconds": "fast"},
+            "'seconds' is \"fast\", where a number of 0 or more is needed",
+        ),
+        ({**KERNEL, "numel": None}, "'numel' is null, where an integer"),
+        ({k: v for k, v in KERNEL.items() if k != "target"}, "bench kernels`: no 'target'"),
+        ({**first, "loss": [1]}, r"'loss' is \[1\], where a number or null"),
+        ({**first, "method": 3}, "'method' is 3, where a text is needed"),
+        ({**COLLECTIVE, "seconds": float("nan")}, "'seconds' is NaN"),
+    ]
+    refused(page.render, [([*EVERYTHING, row], told) for row, told in wrong])
+    refused(page.render, [([], "no rows to report on")])
+
+
+def test_a_page_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(KERNEL))
+    with pytest.raises(ConfigError, match=r"cannot write .*no-folder"):
+        report.write([file], tmp_path / "no-folder" / "report.html")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "gradwire\[report\]"'):
+        report.check_packages()
+
+
+def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
+    file, drawn = tmp_path / "rows.jsonl", tmp_path / "picture.svg"
+    file.write_text("\n".join(json.dumps(row) for row in train_rows()))
+    report.picture([file], drawn)
+    text = drawn.read_text()
+    parsed = Page(text)
+    assert text.startswith("<svg ")
+    assert "training time, s" in parsed.text
+    assert "gpt, 4 ranks, 300 Mbit/s, 1 ms latency" in parsed.text
+    assert "prefers-color-scheme: dark" in text
+    assert not parsed.links
+    assert re.search(r'width="\d+(\.\d+)?" height="\d', text)
+    again = [{**row, "run": {**RUN, "date": "later"}} for row in train_rows()]
+    other = [{**row, "task": "image"} for row in train_rows("none")]
+    for rows, runs in (([KERNEL], 0), ([*train_rows(), *again], 2), ([*train_rows(), *other], 2)):
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        with pytest.raises(ConfigError, match=f"these files have {runs} such runs"):
+            report.picture([file], drawn)
+
+
+def test_of_several_networks_the_picture_is_the_map_of_gains(tmp_path: Path) -> None:
+    file, drawn = tmp_path / "rows.jsonl", tmp_path / "picture.svg"
+    rows = [*train_rows("none"), *train_rows()]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    report.picture([file], drawn)
+    text = Page(drawn.read_text()).text
+    assert "gpt, 4 ranks: gain over 16 bit" in text
+    assert "▼ 4 times slower, or more" in text
+    assert text.index("300 Mbit/s") < text.index("loopback")
+
+
+QUANTITIES: dict[Callable[[Any], str], list[tuple[Any, str]]] = {
+    quantities.seconds: [
+        (None, "–"), (0, "0 s"), (12.345, "12.3 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.80 µs")
+    ],
+    quantities.size: [(None, "–"), (0, "0 B"), (999, "999 B"), (2_350_000_000, "2.35 GB")],
+    quantities.digits: [
+        (0, "0"), (1234.5, "1234"), (0.00123, "0.00123"), (1e-9, "1.00e-09"), (math.inf, "inf")
+    ],
+    quantities.network: [
+        ("300mbit,1ms", "300 Mbit/s, 1 ms latency"), ("none", "loopback, no network emulated"),
+        ("1.5gbit,200us", "1.5 Gbit/s, 200 µs latency"), ("<odd>", "<odd>"),
+    ],
+    quantities.short: [
+        (0.0, "0"), (0.001, "0.001"), (1e-4, "1e-4"), (2.5e-5, "2.5e-5"), (2500.0, "2.5k")
+    ],
+}  # fmt: skip
+
+
+def test_quantities_are_short() -> None:
+    for spelled, cases in QUANTITIES.items():
+        assert [(value, spelled(value)) for value, _ in cases] == cases

@@ -1,0 +1,269 @@
+"""Gains over the best 16-bit baseline: at several targets, over networks, and their colours."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from report_rows import METHODS, RUN, train_rows
+
+from gradwire_tools.report import heat, learning, noise, page, svg, utility
+from gradwire_tools.report.gain import Gain, Resolution, Standing, judged, of_summaries, strength
+from gradwire_tools.report.parts import Question, Section
+
+FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
+
+
+def test_gain_is_against_the_better_16_bit_baseline() -> None:
+    times = {FP16: [11.0, 11.1, 11.0], BF16: [9.0, 9.1, 9.0], "a": [3.0, 3.0, 3.1]}
+    found = judged(times, {})
+    assert found[BF16] == Gain(Standing.BAR, 1.0)
+    assert found["a"] == Gain(Standing.GAIN, 3.0)
+    assert found[FP16].standing is Standing.LOSS
+    assert found[FP16].ratio == pytest.approx(9 / 11)
+    # Standings.
+    for mine, standing in (
+        ([20.0, 21.0, 22.0], Standing.LOSS),
+        ([9.9, 10.2, 9.9], Standing.NOISE),
+        ([9.0, 7.0, 2.0], Standing.UNJUDGED),
+        ([5.0, None, 5.0], Standing.NEVER),
+    ):
+        assert judged({FP16: [10.0, 10.0, 10.0], "a": mine}, {})["a"].standing is standing
+    times = {FP16: [10.0, 10.0, 10.0], "a": [9.0, 9.0, 9.0]}
+    assert judged(times, {})["a"].standing is Standing.GAIN
+    # Evaluations are further apart than that.
+    assert judged(times, {FP16: Resolution(1.5)})["a"].standing is Standing.NOISE
+    # Without a 16-bit baseline nothing is known.
+    assert judged({"a": [1.0]}, {})["a"].standing is Standing.UNKNOWN
+    assert judged({FP16: [None], "a": [1.0]}, {})["a"].standing is Standing.ONLY
+    assert judged({FP16: [1.0], "a": [None]}, {}, ["a"])["a"].standing is Standing.TIMING
+
+
+def evaluations(losses: dict[str, list[float]], seconds: dict[str, float]) -> list[dict[str, Any]]:
+    """Of three seeds, at steps 0, 10, ..., with a step's seconds."""
+    return [
+        {"row": "evaluation", "method": name, "seed": seed, "step": 10 * turn, "loss": loss,
+         "seconds": 10 * turn * seconds[name] * (1 + 0.001 * seed)}
+        for name, curve in losses.items() for seed in range(3) for turn, loss in enumerate(curve)
+    ]  # fmt: skip
+
+
+def test_utility_at_several_targets() -> None:
+    """The method saves less at lower targets, never more than the time between two evaluations, and
+    does not reach fp32's last loss."""
+    full = [9.0, 5.0, 4.0, 3.0, 2.5, 2.0]
+    rows = evaluations(
+        {"torch-fp32": full, FP16: full, "a": [9.0, 5.0, 4.0, 3.5, 2.6, 2.55, 2.5, 2.45]},
+        {"torch-fp32": 4.0, FP16: 2.0, "a": 1.0},
+    )
+    found = utility.question(rows)
+    assert found is not None
+    assert found.table is not None
+    assert list(found.table.headings[1:]) == [
+        "loss 5.000, step 10", "loss 4.000, step 20", "loss 3.000, step 30",
+        "loss 2.500, step 40", "loss 2.000, step 50",
+    ]  # fmt: skip
+    texts = {row[0]: list(row[1:]) for row in found.table.rows}
+    assert texts["a"] == [
+        *["within noise"] * 4, "target not reached",
+    ]  # fmt: skip
+    assert texts["torch-fp32"][-1] == "2.00 times slower"
+    told = "is within noise at 4 of 5 targets; does not reach 1 of 5 targets"
+    assert found.answers == [f"a: {told}."]
+    # Targets are those of each seed.
+    rows = evaluations({"torch-fp32": [9.0, 4.0], FP16: [9.0, 4.0]}, {"torch-fp32": 2.0, FP16: 1.0})
+    for row in rows:
+        row["loss"] += row["seed"]
+    found = utility.question(rows)
+    assert found is not None
+    assert found.table is not None
+    assert found.table.headings[1] == "loss 5.000, step 10"
+    assert [row[1] for row in found.table.rows][1] == "the best 16-bit baseline"
+    # There is no utility without a 16-bit baseline, or a target.
+    assert utility.question([]) is None
+    assert utility.question(evaluations({"a": [2.0, 1.0]}, {"a": 1.0})) is None
+    assert utility.question(evaluations({FP16: [2.0]}, {FP16: 1.0})) is None
+
+
+def test_a_summary_says_how_far_apart_evaluations_were() -> None:
+    """Where rows of evaluations are left out, a time to the target is known as before."""
+    rows = train_rows(step=0.4, losses=(3.0,) * 3)  # 8 s against 10 s; evaluations 4 and 5 s apart
+    for row in rows:
+        if row["row"] == "summary":
+            row["evaluation_gap_seconds"] = 1.0
+    thinned = [row for row in rows if row.get("step") != 10]
+    summaries, left = (
+        [r for r in thinned if r["row"] == kind] for kind in ("summary", "evaluation")
+    )
+    assert of_summaries(summaries, left)[METHODS[2]].standing is Standing.GAIN
+    told = learning.time_to_loss(left, summaries).answers
+    assert f"{METHODS[2]} reaches it 1.25 times faster than {FP16}." in told
+    at_targets = utility.question(left, summaries)
+    assert at_targets is not None
+    assert at_targets.answers[0] == f"{METHODS[2]}: is within noise at 1 of 1 target."
+    assert "Some of the runs' evaluations are not among these rows." in at_targets.answers[1]
+    assert "is known to 20.0 s only, not to 1.00 s" in at_targets.answers[1]
+    for row in summaries:
+        row["evaluation_gap_seconds"] = row["seconds"]
+    assert len(utility.question(left, summaries).answers) == 1  # type: ignore[union-attr]
+
+
+def test_a_composed_gain_within_the_noise_of_the_timed_steps_is_noise() -> None:
+    """8 s against 10 s, with every seed, where steps vary by half: four steps tell less than 24."""
+    for composed, steps, standing in (
+        (False, 4, Standing.GAIN), (True, 4, Standing.NOISE), (True, None, Standing.GAIN),
+    ):  # fmt: skip
+        rows = train_rows(step=0.4, spread=0.1, losses=(3.0,) * 3, composed=composed)
+        summaries = [row for row in rows if row["row"] == "summary"]
+        for row in summaries:
+            row["evaluation_gap_seconds"] = 0.1
+            row["timed_steps"] = steps
+        assert of_summaries(summaries, [])[METHODS[2]].standing is standing
+        told = " ".join(learning.time_to_loss([], summaries).answers)
+        # Half of 8 s and 0.4 of 10 s, each over the root of 4 steps.
+        why = "evaluations are up to 100 ms apart, and by the timed steps this difference is known"
+        assert (f"{why} to 2.83 s" in told) == (standing is Standing.NOISE)
+
+
+def of_run(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """The rows as of another run, whose `run` has these fields."""
+    return [{**row, "run": {**RUN, **fields}} for row in rows]
+
+
+def test_each_run_has_its_own_section_and_map() -> None:
+    """Two runs on the same networks: a method is compared within its run."""
+    for field in ("command", "commit", "date"):
+        other = of_run(networks(), **{field: "another"})
+        for row in other:
+            for key in ("seconds", "time_to_target"):
+                if row.get(key) is not None:
+                    row[key] *= 2
+            if "time_to_target_by_seed" in row:
+                row["time_to_target_by_seed"] = [2 * t for t in row["time_to_target_by_seed"]]
+        made = page.sections([*networks(), *other])
+        answers = [a for section in made for q in section.questions for a in q.answers]
+        of_half = [a for a in answers if a.startswith(f"{FP16} ")]
+        assert not any(f"than {FP16}" in answer for answer in of_half)
+        assert [one.title.partition(":")[0] for one in made[:-1]] == ["Training gpt, 4 ranks"] * 6
+        tables = [one.questions[1].table for one in made[:2]]
+        assert [table and len(table.headings) for table in tables] == [3, 3]
+        assert sum("another" in line for one in made[:-1] for line in one.about) == 3
+    # On different networks, they share a map.
+    rows = [*train_rows("1gbit,1ms"), *of_run(train_rows("2gbit,1ms"), command="another")]
+    table = section_of(rows).questions[1].table
+    assert table is not None
+    assert len(table.headings) == 3
+
+
+def test_times_are_paired_by_seed() -> None:
+    """The method is a tenth faster with each seed, though the order of seeds differs."""
+    rows = train_rows(losses=(3.0,) * 3)
+    summaries = [row for row in rows if row["row"] == "summary"]
+    by_method = {row["method"]: row for row in summaries}
+    by_method[FP16] |= {"seeds": [0, 1, 2], "time_to_target_by_seed": [10.0, 20.0, 30.0]}
+    by_method[METHODS[2]] |= {"seeds": [2, 0, 1], "time_to_target_by_seed": [27.0, 9.0, 18.0]}
+    assert of_summaries(summaries, [])[METHODS[2]].standing is Standing.UNJUDGED
+    assert noise.paired(summaries[1:], "time_to_target") == [[10.0, 20.0, 30.0], [9.0, 18.0, 27.0]]
+    by_method[METHODS[2]] |= {"seeds": [7, 8, 9]}
+    assert of_summaries(summaries, [])[METHODS[2]].standing is Standing.UNKNOWN
+
+
+def networks(**fields: Any) -> list[dict[str, Any]]:
+    """Three seeds on a slow network, where gradwire gains, and a fast one, where it loses."""
+    slow = train_rows("100mbit,1ms", step=0.1, losses=(3.0,) * 3, **fields)
+    return slow + train_rows("10gbit,1ms", step=2.0, losses=(3.0,) * 3, **fields)
+
+
+def section_of(rows: list[dict[str, Any]]) -> Section:
+    return next(one for one in page.sections(rows) if "gain over 16 bit" in one.title)
+
+
+def svg_of(question: Question) -> str:
+    assert question.figure is not None
+    return question.figure.svg
+
+
+def test_gains_and_losses_stand_beside_each_other() -> None:
+    drawn, table = section_of(networks()).questions
+    ours = "against torch-fp16-hook: {} time: gradwire-qsgd4 ({} times {}er).".format
+    assert drawn.answers == [
+        "100 Mbit/s, 1 ms latency, " + ours("save", "5.00", "fast"),
+        "10 Gbit/s, 1 ms latency, " + ours("cost", "4.00", "slow"),
+    ]
+    assert table.table is not None
+    assert list(table.table.rows[2]) == [
+        METHODS[2],
+        "5.00 times faster",
+        "4.00 times slower",
+    ]
+    assert "▲ 5.00×" in svg_of(drawn)
+    assert "▼ 0.250×" in svg_of(drawn)
+    # Networks are columns.
+    rows = [*networks(), *networks(composed=True)]
+    table = section_of(rows).questions[1].table
+    assert table is not None
+    headings = [heading.rpartition(", ")[2] for heading in table.headings[1:]]
+    assert headings == ["whole", "composed", "whole", "composed"]
+    assert not [one for one in page.sections(train_rows()) if "gain over" in one.title]
+    # More networks than columns make several figures.
+    rows = [row for rate in range(1, 8) for row in train_rows(f"{rate}gbit,1ms")]
+    drawn = section_of(rows).questions
+    assert [question.figure is not None for question in drawn] == [True, True, False]
+    assert "7 Gbit/s" in svg_of(drawn[1])
+    assert "7 Gbit/s" not in svg_of(drawn[0])
+
+
+def test_only_what_was_judged_has_a_colour() -> None:
+    def drawn(*gains: Gain | None) -> str:
+        return heat.tiles([["net"]] * len(gains), [("a", gains)], "").split("net</text>")[-1]
+
+    for standing in (Standing.NOISE, Standing.UNJUDGED, Standing.BAR):
+        assert "--gain" not in drawn(Gain(standing, 2.0))
+        assert "--loss" not in drawn(Gain(standing, 0.5))
+    assert "--loss" in drawn(Gain(Standing.NEVER))
+    assert "– " not in drawn(None)
+    # A loss is as strong as a gain of the same factor.
+    for ratio in (1.1, 2.0, 4.0, 100.0):
+        assert strength(ratio) == pytest.approx(strength(1 / ratio))
+        made = [
+            heat.tiles([["n"]], [("a", [Gain(standing, value)])], "")
+            for standing, value in ((Standing.GAIN, ratio), (Standing.LOSS, 1 / ratio))
+        ]
+        opacities = [re.findall(r'fill-opacity="([\d.]+)"', one)[-1] for one in made]
+        assert opacities[0] == opacities[1]
+
+
+def variables(scheme: str) -> dict[str, tuple[float, ...]]:
+    """The colours of a scheme, each channel 0 to 1."""
+    light, dark = svg.STYLE.split("prefers-color-scheme: dark")
+    found = re.findall(r"--(\w+): #(\w{6})", light if scheme == "light" else dark)
+    return {name: tuple(int(c[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, c in found}
+
+
+def luminance(colour: tuple[float, ...]) -> float:
+    """As WCAG 2 defines it."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """As WCAG 2 defines it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def strongest(colours: dict[str, tuple[float, ...]], side: str) -> tuple[float, ...]:
+    """The strongest tile's colour on the card."""
+    pairs = zip(colours[side], colours["card"], strict=True)
+    return tuple(heat.STRONGEST * top + (1 - heat.STRONGEST) * below for top, below in pairs)
+
+
+def test_text_reads_on_tiles_and_a_loss_is_as_visible_as_a_gain() -> None:
+    for scheme in ("light", "dark"):
+        colours = variables(scheme)
+        gain, loss = (strongest(colours, side) for side in ("gain", "loss"))
+        for tile in (gain, loss):
+            assert contrast(tile, colours["ink"]) >= 4.5  # WCAG 2, level AA
+        visible = [contrast(tile, colours["card"]) for tile in (gain, loss)]
+        assert max(visible) / min(visible) < 1.25

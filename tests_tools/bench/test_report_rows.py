@@ -1,0 +1,164 @@
+"""Rows that are not as their kind is, and files that are no rows: one ConfigError, no traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_rows import (
+    ABLATED,
+    ADAPTED,
+    AGGREGATORS,
+    CHOSEN,
+    COLLECTIVE,
+    COMPARED,
+    DECISION,
+    DOCTOR,
+    ERRORS,
+    KERNEL,
+    LAYERS,
+    PROBED,
+    PROFILE,
+    RUN,
+    SIMULATED,
+    SIMULATED_SHARDED,
+    SWEPT,
+    TRANSPORT,
+    VALIDATED,
+    adapted,
+    sharded_rows,
+    train_rows,
+)
+
+from gradwire.errors import ConfigError
+from gradwire_tools import report
+from gradwire_tools.report import kinds, page, rows
+from products import one_in
+
+BAD = (None, "text", [], [None], {}, True, -1, 0, 1e308, 5e-324, math.inf, -math.inf, math.nan)
+LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
+RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
+SWEEP = {"sweep": "backward", "value": 0.2}
+FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which of them are changed
+    "train": (train_rows(losses=(3.0, 3.1)), [0, 20]),
+    "networks": ([*train_rows(losses=(3.0, 3.1)), *train_rows("none", losses=(3.0, 3.1))], [7, 20]),
+    "sharded": (sharded_rows(losses=(3.0, 3.1)), [0, 6, -3]),
+    "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
+    "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
+    "adapt": ([*ADAPTED, adapted(at=None)], [0, 2, 4, 6, 7]),
+    "probe": (PROBED, [0, 2, 4]),
+    "planner": ([CHOSEN, {**CHOSEN, "nbytes": 1 << 20, "partition_ratio": 1.01}], [0, 1]),
+    "ablation": ([ABLATED, {**ABLATED, "part": "kernels", "cut": 0.5}], [0, 1]),
+    "error": ([*ERRORS, *LAYERS], [0, 3, 4]),
+    "aggregators": (AGGREGATORS, [0, 1]),
+    "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),
+    "kernels": ([KERNEL], [0]),
+    "sim": ([SIMULATED], [0]),
+    "sweep": (SWEPT, [0]),
+    "rate": ([RATE, {**RATE, "net": "2gbit,1ms"}], [0]),
+    "latency": ([LATENCY, {**LATENCY, "net": "1gbit,2ms"}], [0]),
+    "sharded step": ([SIMULATED_SHARDED, {**SIMULATED_SHARDED, **SWEEP}], [0, 1]),
+    "validated": ([VALIDATED], [0]),
+    "transports": (TRANSPORT, [0]),
+    "profile": (PROFILE, [0]),
+    "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
+}
+
+
+def changes(row: dict[str, Any], turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row with each key removed, and with each value replaced by two of `BAD` in rotation."""
+    for at, key in enumerate(row):
+        yield f"without {key}", {k: v for k, v in row.items() if k != key}
+        for value in (BAD[(turn + at) % len(BAD)], BAD[(turn + at + 7) % len(BAD)]):
+            yield f"{key}={value!r}", {**row, key: value}
+
+
+def complaint(row: dict[str, Any]) -> str:
+    """What is said of a row; "" if it is as its kind is."""
+    try:
+        kinds.check(row, "file, line 1")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_every_kind_is_fuzzed() -> None:
+    found = [kinds.kind_of(rows[place]) for rows, places in FILES.values() for place in places]
+    written = [kind for kind in kinds.KINDS if kind.marks != {"part", "available", "step_seconds"}]
+    assert set(map(id, found)) == set(map(id, written))
+
+
+@pytest.mark.parametrize("turn", one_in(len(BAD), range(len(BAD))))
+def test_a_changed_key_makes_a_page_or_one_error_that_names_it(turn: int) -> None:
+    """Each key is removed, or has another bad value than its neighbour; over all turns, every."""
+    for name, (whole, places) in FILES.items():
+        for place in places:
+            for what, changed in changes({**whole[place], "run": RUN}, turn):
+                told = complaint(changed)
+                if told:
+                    assert told.startswith("file, line 1")
+                    key = what.split("=")[0].removeprefix("without ")
+                    assert repr(key) in told, (name, what)
+                    continue
+                # Raises nothing, ConfigError included.
+                made = page.sections([*whole[:place], changed, *whole[place + 1 :]])
+                drawn = [q.figure.svg for section in made for q in section.questions if q.figure]
+                for one in drawn:
+                    assert '"nan' not in one, (name, what)
+                    assert '"inf' not in one, (name, what)
+
+
+WRONG = [
+    ("[" * 100_000, "line 1 is nested deeper than 50 levels"),
+    ('{"a":' * 100_000, "line 1 is nested deeper than 50"),
+    ('{"a": ' + "[" * 200 + "]" * 200 + "}", "line 1 is nested deeper than 50 levels"),
+    ("{}", "line 1: the row has no keys"),
+    ('{"a": 1}\n{"a": Infinity}', "line 2 is not JSON: Infinity is no number of JSON"),
+    ('{"a": NaN}', "line 1 is not JSON: NaN is no number of JSON"),
+    ('{"a": 1e999}', "line 1 is not JSON: 1e999 is too large"),
+    (f'{{"a": {"9" * 5000}}}', "line 1 is not JSON"),
+    ('{"a": 1}\n{"a" 2}', "line 2 is not JSON: Expecting ':' delimiter at column 6$"),
+    (r'{"a": "\ud800"}', "line 1 is not JSON"),
+    ('{"a": 1, "run": [1]}', r"line 1: 'run' is \[1\]"),
+    (b'{"a": 1}\n\xff', "line 2 is not UTF-8 text"),
+    ('{"a": 1}\n{"a": 2}\n{"a": 1}', "line 3 is the same as line 1: leave one of them out"),
+    ("", "holds no rows"),
+    ("[1]", "line 1 is not a JSON object but list"),
+]
+
+
+def test_files_that_hold_no_rows_are_named(tmp_path: Path) -> None:
+    file, made = tmp_path / "rows.jsonl", tmp_path / "report.html"
+    for content, told in WRONG:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ConfigError, match=told) as error:
+            report.write([file], made)
+        assert str(file) in str(error.value)
+    for path, told in (
+        (Path("/dev/zero"), "/dev/zero, line 1 is longer than 16 MiB: not a row"),
+        (tmp_path, f"^cannot read rows from {tmp_path}: is a directory$"),
+        (tmp_path / "none.jsonl", "cannot read rows from .*none.jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            report.write([path], made)
+    assert not made.exists()
+
+
+def test_an_error_names_file_line_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    bad = {**COLLECTIVE, "wire_bytes": -1}
+    file.write_text(f"{json.dumps(COLLECTIVE)}\n\n{json.dumps(bad)}\n")
+    with pytest.raises(ConfigError) as error:
+        report.write([file], tmp_path / "page.html")
+    assert str(error.value) == (
+        f"{file}, line 3, a row of `gradwire bench collectives`: 'wire_bytes' is -1, "
+        "where a number of 0 or more is needed"
+    )
+    # A line may hold every character of json.
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": "one\u2028line, \\ud83d\\ude00"}\n', encoding="utf-8")
+    assert rows.read(file) == [{"a": "one\u2028line, \U0001f600"}]

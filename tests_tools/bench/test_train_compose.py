@@ -1,0 +1,145 @@
+"""Composed rows: the formula of their times, scores as trained, and validation by whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bench_runs import OPTIONS, TINY, trained
+
+from gradwire_tools import lab
+from gradwire_tools.bench.train import train_compose
+from gradwire_tools.bench.train.train_compose import StepTimes, composed_seconds
+from gradwire_tools.bench.train.train_config import TrainConfig
+from products import EXHAUSTIVE
+
+WARM = "dgc:density=0.01:warmup=3:momentum=0"
+COMPOSED = replace(
+    TINY, nets=("none",), methods=("torch-fp32", "torch-powersgd", WARM), steps=9,
+    interleaved=False, timed_steps=8,
+)  # fmt: skip
+
+
+def evaluations(*sent: int) -> list[dict[str, Any]]:
+    return [{"step": 10 * turn, "wire_bytes": total} for turn, total in enumerate(sent)]
+
+
+def timed(sent: float) -> dict[str, Any]:
+    mean = {"step_seconds_mean": 0.5, "ideal_step_seconds": 0.1}
+    return {**mean, "timed_bytes": sent, "wire_bytes": 11 * sent, "steps": 7}  # 4 steps' are dense
+
+
+def composed(
+    sent: list[dict[str, Any]], timed: dict[str, Any], late: dict[str, Any] | None = None
+) -> list[float]:
+    """On a network that stays."""
+    times = {"none": StepTimes.of(timed, late)}
+    return composed_seconds(sent, times, lab.Schedule.parse("none"), steps=10 * len(sent))
+
+
+def test_composed_seconds() -> None:
+    text = "fast then slow({}: 0 1gbit,1ms; {} 100mbit,1ms)".replace(" then ", "-")
+    times = {"1gbit,1ms": StepTimes(20, 0.5, 0.0), "100mbit,1ms": StepTimes(20, 2.0, 0.1)}
+    sent = evaluations(0, 200, 420)  # 20 and 22 bytes a step
+    of = {"share": (0.5, [0, 5.0, 27.0]), "step": (15, [0, 5.0, 5 * 0.5 + 5.0 + 5 * 2.2]),
+          "second": (3.0, [0, 6 * 0.5 + 4 * 2.0, 11.0 + 22.0])}  # fmt: skip
+    for unit, (start, expected) in of.items():
+        schedule = lab.Schedule.parse(text.format(unit, start))
+        assert composed_seconds(sent, times, schedule, 20) == pytest.approx(expected)
+    # A method that sends always the same takes the measured time.
+    assert composed(evaluations(0, 200, 400), timed(20)) == pytest.approx([0.0, 5.0, 10.0])
+    # Communication scales with the bytes sent.
+    # The first ten steps send three times as much: 0.1 s + 3 x 0.4 s each.
+    assert composed(evaluations(0, 600, 800), timed(20)) == pytest.approx([0, 13.0, 18.0])
+    # Times lie on the line through the first and the last steps.
+    # 100 bytes take 0.5 s and 20 bytes 0.3 s: encoding takes time where nearly nothing is sent.
+    late = {**timed(20), "step_seconds_mean": 0.3}
+    sent = evaluations(0, 1000, 1600, 1800)
+    assert composed(sent, timed(100), late) == pytest.approx([0.0, 5.0, 9.0, 12.0])
+    # Points near each other make no line.
+    late = {**timed(19), "step_seconds_mean": 0.9}
+    assert composed(evaluations(0, 600), timed(20), late) == pytest.approx([0.0, 13.0])
+    # Two dense steps of 500 bytes, then steps of 20: nearly all take the mean timed step.
+    sent = evaluations(0, 2 * 500 + 8 * 20, *(1160 + 200 * turn for turn in range(1, 90)))
+    for late in (None, timed(20)):
+        seconds = composed(sent, timed(20), late)[-1]
+        assert seconds == pytest.approx(898 * 0.5 + 2 * (0.1 + 25 * 0.4))
+        assert seconds / 900 == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.multiprocess
+def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[TrainConfig, list[dict[str, Any]]]] = []
+    train_rows = train_compose.train_rows
+
+    def noting(config: TrainConfig, *given: Any) -> Iterator[dict[str, Any]]:
+        runs.append((config, list(train_rows(config, *given))))
+        return iter(runs[-1][1])
+
+    monkeypatch.setattr(train_compose, "train_rows", noting)
+    found = trained(COMPOSED)
+    alone = trained(replace(COMPOSED, nets=(), interleaved=True))
+    assert found.losses == alone.losses
+    assert list(found.summaries) == list(COMPOSED.methods)
+    assert all(row["composed"] for row in found.rows)
+    for method, row in found.summaries.items():
+        last = found.of(method)[-1]
+        assert last["step"] == 9
+        assert row["seconds"] == last["seconds"] > 0
+
+    # The timed steps: all methods from the start, and those that send less later from where their
+    # training has ended.
+    (_, first), (late, last_rows) = runs[1:]
+    assert late.methods == ("torch-powersgd", WARM)
+    started, ended = (
+        {row["method"]: row for row in rows if row["row"] == "summary"}
+        for rows in (first, last_rows)
+    )
+    begun = {row["method"]: row for row in last_rows if row.get("step") == 9}
+    assert {method: row["loss"] for method, row in begun.items()} == {
+        method: alone.losses[method, 0, 9] for method in late.methods
+    }
+    assert ended[WARM]["timed_steps"] == COMPOSED.timed_steps
+    # The bytes of timed steps are without the dense first ones.
+    sent = {
+        row["step"]: row["wire_bytes"] for row in first
+        if (row["row"], row["method"]) == ("evaluation", "torch-powersgd")
+    }  # fmt: skip
+    whole, (before, steps) = started["torch-powersgd"], sorted(sent)[-2:]
+    assert whole["steps"] == steps == COMPOSED.skip_steps + COMPOSED.timed_steps
+    assert whole["timed_steps"] == COMPOSED.timed_steps
+    assert whole["timed_bytes"] == (sent[steps] - sent[before]) / (steps - before)
+    assert whole["timed_bytes"] < whole["wire_bytes"] / steps / 1.2
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+@pytest.mark.lab
+def test_composed_rows_are_validated_by_whole_runs() -> None:
+    options = {**OPTIONS, "width": 128}
+    config = replace(
+        COMPOSED, task_options=options, nets=("20mbit,1ms",), validate=True, steps=20,
+        methods=("torch-fp32", "gradwire-qsgd4"),
+    )  # fmt: skip
+    compared = [row for row in trained(config).rows if row["row"] == "validation"]
+    assert [row["method"] for row in compared] == list(config.methods)
+    for row in compared:
+        assert row["net"] == "20mbit,1ms"
+        assert row["error"] == pytest.approx(row["composed_seconds"] / row["whole_seconds"] - 1)
+        assert row["composed_final_loss"] == pytest.approx(row["whole_final_loss"], rel=1e-3)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.lab
+@pytest.mark.timing
+def test_composed_times_are_those_of_a_whole_run() -> None:
+    """Where the wire decides."""
+    options = {**OPTIONS, "width": 128}
+    config = replace(
+        COMPOSED, task_options=options, nets=("20mbit,1ms",), validate=True, steps=20,
+        methods=("torch-fp32",),
+    )  # fmt: skip
+    (row,) = (row for row in trained(config).rows if row["row"] == "validation")
+    assert abs(row["error"]) < 0.3

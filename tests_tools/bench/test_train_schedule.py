@@ -1,0 +1,156 @@
+"""`bench train` on a network that changes: rank 0 asks, the parent changes the lab, rows tell."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench_runs import TINY, refused, trained
+from forked import Loopback
+
+from gradwire.errors import GradwireError
+from gradwire_tools import lab
+from gradwire_tools.bench import workers
+from gradwire_tools.bench.train import scheduled, train
+from gradwire_tools.bench.train.scheduled import Follower
+from gradwire_tools.bench.workers import Events
+
+FAST, SLOW = "400mbit,1ms", "4mbit,1ms"
+NET = f"dip(step: 0 {FAST}; 4 {SLOW}; 8 {FAST})"
+SCHEDULED = replace(
+    TINY, net=NET, methods=("torch-fp32", "torch-fp16-hook"), steps=12, evaluate_every=2
+)
+
+
+class OneLab(Loopback):
+    """Notes what it is changed to, and emulates nothing."""
+
+    nets: list[str]
+
+    def change(self, net: lab.Network) -> None:
+        self.nets.append(str(net))
+
+
+def answer(file: Path, emulated: OneLab, wanted: int) -> None:
+    """The parent: answers until it has changed `wanted` times."""
+    done = 0
+    while done < wanted:
+        for line in file.read_text().splitlines()[done:]:
+            scheduled.change(emulated, json.loads(line), file)  # type: ignore[arg-type]
+            done += 1
+
+
+def test_rank_0_asks_and_waits(tmp_path: Path) -> None:
+    for place, (text, nets) in enumerate(
+        (
+            ("a(step: 0 1gbit,1ms; 3 1mbit,1ms)", ["1mbit,1ms"]),
+            ("a(second: 0 1gbit,1ms; 1.5 1mbit,1ms; 3 2mbit,1ms)", ["1mbit,1ms", "2mbit,1ms"]),
+            ("a(share: 0 1gbit,1ms; 0.5 1mbit,1ms)", ["1mbit,1ms"]),
+            ("1gbit,1ms", []),
+        )
+    ):
+        (tmp_path / str(place)).mkdir()
+        file = tmp_path / str(place) / "events"
+        file.touch()
+        emulated = OneLab(2)
+        emulated.nets = []
+        parent = threading.Thread(target=answer, args=(file, emulated, len(nets)))
+        parent.start()
+        with file.open("a") as stream:
+            follower = Follower(lab.Schedule.parse(text), Events(stream).write, str(file))
+            before = []
+            for step in range(4):
+                follower.follow(step, 4, [1.0] * step)
+                before.append(list(emulated.nets))
+        parent.join()
+        assert before[-1] == nets
+        assert before[1] == []
+
+
+def test_a_parent_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = lab.Schedule.parse(NET)
+    Follower(schedule, lambda *_, **__: pytest.fail("asked"), None).follow(5, 12, [])
+    # A parent that does not answer.
+    monkeypatch.setattr(scheduled, "_WAIT_SECONDS", 0.05)
+    follower = Follower(lab.Schedule.parse(NET), lambda *_, **__: None, str(tmp_path / "events"))
+    with pytest.raises(GradwireError, match=f"did not change to {SLOW}"):
+        follower.follow(4, 12, [])
+
+
+def one_lab(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs emulate nothing; the networks that they change to, as they do."""
+    nets: list[str] = []
+
+    def lab_of(nodes: int, net: Any) -> OneLab:
+        made = OneLab(nodes)
+        made.nets = nets
+        return made
+
+    monkeypatch.setattr(workers, "lab", SimpleNamespace(Lab=lab_of))
+    return nets
+
+
+@pytest.mark.multiprocess
+def test_rows_tell_the_network_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    nets = one_lab(monkeypatch)
+    found = trained(SCHEDULED)
+    spelled = lab.Schedule.parse(NET).spelled()
+    assert {(row["net"], row["schedule"]) for row in found.rows} == {("dip", spelled)}
+    for method in SCHEDULED.methods:
+        told = [row["net_now"] for row in found.of(method)]
+        assert told == [FAST] * 3 + [SLOW] * 2 + [FAST] * 2
+    assert nets == [SLOW, FAST] * (len(nets) // 2)
+    assert nets
+
+
+@pytest.mark.multiprocess
+def test_methods_start_on_the_first_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the training before them ended on another: some measure it as they start."""
+    nets, begun = one_lab(monkeypatch), []
+    events = workers.events
+
+    def noted(*given: Any, **options: Any) -> Iterator[dict[str, Any]]:
+        for event in events(*given, **options):
+            if event["event"] == "evaluation" and not event["step"]:
+                begun.append(list(nets))
+            yield event
+
+    monkeypatch.setattr(workers, "events", noted)
+    drop = f"drop(step: 0 {FAST}; 2 {SLOW})"
+    trained(replace(SCHEDULED, net=drop, methods=("torch-fp32",), seeds=(0, 1), steps=4))
+    assert begun == [[], [SLOW, FAST]]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.lab
+@pytest.mark.timing
+def test_steps_are_as_slow_as_their_network() -> None:
+    found = trained(SCHEDULED)
+    for method in SCHEDULED.methods:
+        mine = found.of(method)
+        spent = [b["seconds"] - a["seconds"] for a, b in itertools.pairwise(mine)]
+        wire = 2 * 8 * (mine[1]["wire_bytes"] / 2) / 4e6  # of two steps at 4 Mbit/s
+        # Idle links may begin with a burst: 9 kB at both ends, a seventh of a step's bytes.
+        assert min(spent[2:4]) >= 0.8 * wire
+        # The first steps connect. After the dip, connections take some steps to be fast again.
+        assert max(spent[1], spent[5]) < wire / 3
+
+
+def test_a_plan_holds_what_a_file_says(tmp_path: Path) -> None:
+    composed = {"nets": ("1gbit,1ms",), "interleaved": False}
+    refused(
+        lambda fields: replace(SCHEDULED, **fields).check(), [(composed, "leave the schedule out")]
+    )
+    # A plan holds what a file says.
+    file = tmp_path / "dip.yaml"
+    file.write_text("by: step\nphases:\n  - {from: 0, net: '400mbit,1ms'}\n")
+    assert train.plan(net=str(file)).net == FAST
+    file.write_text(file.read_text() + "  - {from: 4, net: '4mbit,1ms'}\n")
+    assert train.plan(net=str(file)).net == f"dip(step: 0 {FAST}; 4 {SLOW})"

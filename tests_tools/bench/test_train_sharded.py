@@ -1,0 +1,246 @@
+"""`bench train --sharded`: methods' names, and rows and bytes on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from bench_runs import OPTIONS, TINY, Found, refused_by_command, trained
+
+from gradwire.errors import ConfigError
+from gradwire.lang import layout
+from gradwire.planner.weights import WeightRules
+from gradwire_tools.bench.sharded import sharded_methods
+from gradwire_tools.bench.sharded.sharded_run import layers
+from gradwire_tools.bench.train import train
+from gradwire_tools.bench.train.tasks import get
+from gradwire_tools.predict.simulate_sharded import sent_by
+from gradwire_tools.sim import Curves, Net
+from gradwire_tools.sim.kernel_costs import FORMS
+from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
+from gradwire_tools.sim.shards import codecs_of
+from products import EXHAUSTIVE
+
+SHARDED = replace(
+    TINY,
+    task_options={**OPTIONS, "width": 64, "validation_sequences": 17},
+    methods=(
+        *("fsdp-fp32", "fsdp-bf16", "fsdp-mixed", "gradwire:w=bf16:g=bf16", "qsdp:w=8:g=8"),
+        *("qsdp:w=8:g=8:keep=none", "gradwire:g=qsgd:bits=4", "qsdp:w=4diff:g=4"),
+    ),
+    steps=2, evaluate_every=1, sharded=True,
+)  # fmt: skip
+RANKS, STEPS = SHARDED.nodes, SHARDED.steps
+
+
+WRONG_METHODS = (
+    ("torch-fp32", "averages DDP's gradients: leave --sharded out, or use fsdp-fp32"),
+    ("gradwire:qsgd:bits=4", "averages DDP's gradients"),
+    ("fsdp-fp8", "unknown method 'fsdp-fp8' with --sharded: did you mean 'fsdp-fp32'"),
+    ("qsdp", "write qsdp:w=BITS:g=BITS"),
+    ("qsdp:w=8", "write qsdp:w=BITS:g=BITS"),
+    ("qsdp:w=eight:g=8", "w=eight is no number of bits"),
+    ("qsdp:w=8:g=4diff", "g=4diff is no number of bits"),
+    ("qsdp:w=4diff:g=4:keep=none", "differences of weights need keep=reference"),
+    ("gradwire:w=bf16:g=bf16:learned", "learned is for a codec with levels"),
+    ("qsdp:w=99:g=4", "method 'qsdp:w=99:g=4': weights='randomshift:bits=99'"),
+    ("qsdp:w=8:g=4:keep=all", "keep is one of none, payload, redraw"),
+    ("qsdp:w=8:w=8:g=4", "'w' is given twice"),
+    ("qsdp:bits=8:w=8:g=4", "comes before w= and g="),
+    ("gradwire:w=topk:g=bf16", "weights must all arrive"),
+    ("gradwire:w=bf16:g=powersgd", "through a single codec"),
+    ("gradwire:g=bf16:keep=payload", "give w=CODEC, too"),
+    ("truncate:w=2", "write truncate:w=RATIO:g=RATIO"),
+    ("truncate:w=0.5:g=2", "write truncate:w=RATIO:g=RATIO, with numbers of 1 or more"),
+    ("truncate:w=2:g=many", "write truncate:w=RATIO:g=RATIO"),
+    ("truncate:w=2:g=2:keep=payload", "write truncate:w=RATIO:g=RATIO"),
+    ("truncate:ratio=4", "averages DDP's gradients"),
+)
+WRONG_OPTIONS = (
+    (["--methods", "fsdp-fp32"], "trains under FSDP2: give --sharded, too"),
+    (["--methods", "qsdp:w=8:g=8"], "trains under FSDP2: give --sharded, too"),
+    (["--methods", "truncate:w=2:g=2"], "trains under FSDP2: give --sharded, too"),
+    (["--accumulate", "2"], "micro-batches need --sharded"),
+    (["--sharded", "--accumulate", "0"], "accumulate is 0, must be at least 1"),
+    (
+        ["--sharded", "--task", "image", "--task-option", "channels_last=true"],
+        "FSDP2 shards contiguous parameters",
+    ),
+)
+
+
+def test_wrong_input_is_refused_in_one_line() -> None:
+    methods = [(["--sharded", "--methods", name], told) for name, told in WRONG_METHODS]
+    command = ["bench", "train", "--net", "none"]
+    refused_by_command(command, [*methods, *WRONG_OPTIONS])
+
+
+def test_blocks_and_large_layers_are_sharded_by_themselves() -> None:
+    for options, names in (
+        ({"layers": 2, "width": 64}, ["blocks.0", "blocks.1"]),
+        ({"layers": 1, "width": 256}, ["blocks.0", "embedding", "output"]),
+        ({"layers": 1, "width": 256, "tied": True}, ["blocks.0"]),
+    ):
+        model = get("gpt", **options).model(0)
+        named = {module: name for name, module in model.named_modules()}
+        assert sorted(named[module] for module in layers(model)) == names
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Found:
+    return trained(SHARDED)
+
+
+def sizes() -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]]]:
+    """(name, shape) of the parameters of the block, and of the root."""
+    shapes = [
+        (n, tuple(p.shape))
+        for n, p in get("gpt", **SHARDED.task_options).model(0).named_parameters()
+    ]
+    block = [one for one in shapes if one[0].startswith("blocks.")]
+    return block, [one for one in shapes if one not in block]
+
+
+def numel(shape: Iterable[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def payload_bytes(weights: str | None, of: list[tuple[str, tuple[int, ...]]]) -> int:
+    """Of one rank's shards, of which each has half of the rows."""
+    rules = WeightRules.of(weights, "none")
+    total = 0
+    for name, shape in of:
+        codec = rules.choose((name,), len(shape), numel(shape))
+        half = numel(shape) // RANKS
+        total += 4 * half if codec is None else layout(codec).nbytes(half)
+    return total
+
+
+@pytest.mark.multiprocess
+def test_bytes_are_those_of_formula_payloads_and_simulation(tiny: Found) -> None:
+    block, root = (sum(numel(shape) for _, shape in of) for of in sizes())
+    weights = STEPS * 4 * (2 * block + root) // RANKS
+    gradients = STEPS * 4 * (block + root) // RANKS
+    expected = {
+        "fsdp-fp32": (weights, gradients),
+        "fsdp-bf16": (weights // 2, gradients // 2),
+        "fsdp-mixed": (weights, gradients // 2),
+    }
+    sent = {
+        method: (row["weights_wire_bytes"], row["gradients_wire_bytes"])
+        for method, row in tiny.summaries.items()
+    }
+    assert {method: sent[method] for method in expected} == expected
+    # What gradwire leaves to torch is counted, too.
+    assert sent["gradwire:g=qsgd:bits=4"][0] == weights
+    # Bytes of gradwires weights are those of payloads.
+    for method, codec, gathers in (
+        ("gradwire:w=bf16:g=bf16", "bf16", 1),
+        ("qsdp:w=8:g=8", "randomshift:bits=8", 1),
+        ("qsdp:w=8:g=8:keep=none", "randomshift:bits=8", 2),
+    ):
+        row = tiny.summaries[method]
+        block, root = (payload_bytes(codec, of) for of in sizes())
+        found = row["weights_wire_bytes"] - STEPS * (gathers * block + root)
+        assert 0 <= found <= STEPS * (gathers + 1) * 128, method  # headers
+        full = tiny.summaries["fsdp-fp32"]["gradients_wire_bytes"]
+        ratio = 2 if codec == "bf16" else 4
+        assert full / row["gradients_wire_bytes"] == pytest.approx(ratio, rel=0.15), method
+    # Simulated bytes are those of a run.
+    groups = tuple(tuple(shape for _, shape in of) for of in sizes())
+    curve = dict.fromkeys(FORMS, (0.0, 0.0, 0.0))
+    for method in ("fsdp-fp32", "fsdp-mixed", "gradwire:w=bf16:g=bf16", "qsdp:w=8:g=8"):
+        weights, gradients = sent_by(sharded_methods.parse(method))
+        scenario = ShardedScenario(RANKS, Net("none"), weights, gradients, groups)
+        known = {str(codec): curve for codec in codecs_of(groups, weights, gradients)}
+        row = predict_sharded(scenario, Curves("a test", 1, known))
+        for key in ("weights_wire_bytes", "gradients_wire_bytes"):
+            assert STEPS * row[key] == tiny.summaries[method][key], (method, key)
+
+
+@pytest.mark.multiprocess
+def test_rows_have_the_keys_of_sharded_runs(tiny: Found) -> None:
+    assert list(tiny.summaries) == list(SHARDED.methods)
+    assert len(tiny.evaluations) == 3 * len(SHARDED.methods)
+    for row in tiny.rows:
+        assert row["sharded"] is True
+        assert (row["policy"], row["accumulate"]) == (sharded_methods.POLICY, 1)
+        assert row["wire_bytes"] == row["weights_wire_bytes"] + row["gradients_wire_bytes"]
+    full = tiny.summaries["fsdp-fp32"]["final_loss"]
+    assert full < tiny.evaluations[0]["loss"]
+    for method, row in tiny.summaries.items():
+        assert row["final_loss"] == pytest.approx(full, rel=0.02), method
+        assert row["ideal_step_seconds"] > 0
+        assert row["target_from"] == "fsdp-fp32"
+    best = tiny.summaries["fsdp-bf16"]["utility_against"]
+    assert best in ("fsdp-bf16", "fsdp-mixed", None)
+    assert best is None or tiny.summaries[best]["utility"] == 1.0
+    before = [row for row in tiny.evaluations if row["step"] == 0]
+    assert {row["wire_bytes"] for row in before} == {0}  # evaluations are not counted
+    assert len({row["loss"] for row in before}) > 1  # quantised weights, as they are gathered
+
+
+@pytest.mark.multiprocess
+def test_the_baseline_trains_as_ddp_does(tiny: Found) -> None:
+    found = trained(replace(SHARDED, sharded=False, methods=("torch-fp32",)))
+    ddp, ours = found.summaries["torch-fp32"], tiny.summaries["fsdp-fp32"]
+    assert ours["final_loss"] == pytest.approx(ddp["final_loss"], rel=1e-6)
+    assert "sharded" not in ddp
+
+
+@pytest.mark.multiprocess
+def test_weights_are_gathered_for_each_micro_batch_gradients_once(tiny: Found) -> None:
+    methods = ("fsdp-fp32", "qsdp:w=8:g=8")
+    found = trained(replace(SHARDED, accumulate=2, methods=methods))
+    assert {row["accumulate"] for row in found.rows} == {2}
+    for method in methods:
+        once, twice = tiny.summaries[method], found.summaries[method]
+        assert twice["weights_wire_bytes"] == 2 * once["weights_wire_bytes"]
+        assert twice["gradients_wire_bytes"] == once["gradients_wire_bytes"]
+        assert twice["final_loss"] == pytest.approx(once["final_loss"], rel=0.05)
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+def test_composed_rows_have_bytes_by_kind() -> None:
+    config = replace(SHARDED, nets=("none",), timed_steps=6, methods=("fsdp-fp32", "qsdp:w=8:g=8"))
+    found = trained(replace(config, interleaved=False))
+    assert all(row["composed"] and row["sharded"] for row in found.rows)
+    for row in found.rows:
+        assert row["wire_bytes"] == row["weights_wire_bytes"] + row["gradients_wire_bytes"]
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+def test_networks_with_buffers_on_three_ranks() -> None:
+    options = {"data": "digits", "network": "cnn", "channels": 4, "hidden": 16}
+    config = replace(SHARDED, task="image", task_options=options, nodes=3)
+    found = trained(replace(config, methods=("fsdp-fp32", "qsdp:w=8:g=8")))
+    full, ours = (row["final_loss"] for row in found.summaries.values())
+    assert ours == pytest.approx(full, rel=0.05)
+
+
+def test_names_are_read_into_codecs_and_options() -> None:
+    found = sharded_methods.parse("qsdp:w=5:g=4:learned:keep=payload")
+    assert (found.weights, found.options) == ("learnedlevels:bits=5", {"keep": "payload"})
+    assert (found.gradients, found.learned) == ("learnedlevels:rounding=stochastic:bits=4", True)
+    found = sharded_methods.parse("qsdp:w=4diff:g=4")
+    assert (found.weights, found.options) == ("randomshift:bits=4", {"keep": "reference"})
+    found = sharded_methods.parse("gradwire:w=randomshift:bits=5:block=512:g=qsgd:bits=4")
+    assert (found.weights, found.gradients) == ("randomshift:bits=5:block=512", "qsgd:bits=4")
+    found = sharded_methods.parse("qsdp:w=6:block=256:g=4:keep=payload:error_feedback=true")
+    assert (found.weights, found.gradients) == ("randomshift:bits=6:block=256", "qsgd:bits=4")
+    assert found.options == {"keep": "payload", "error_feedback": True}
+    assert sharded_methods.parse("gradwire:g=bf16").weights is None
+    for name in sharded_methods.COMPARED:
+        sharded_methods.parse(name).check()
+    # The quick run compares with both baselines.
+    config = train.plan(sharded=True, quick=True, net="none")
+    assert config.methods == sharded_methods.COMPARED_QUICKLY
+    assert train.plan(sharded=True, net="none").methods == sharded_methods.COMPARED
+    with pytest.raises(ConfigError, match="unknown method 'fsdp'"):
+        replace(config, methods=("fsdp",)).check()

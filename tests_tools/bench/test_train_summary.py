@@ -1,0 +1,100 @@
+"""Summary rows: the target, the time to it, medians over seeds, and missing losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train.train_summary import Summary
+
+
+def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) -> list[Any]:
+    """Summary rows of runs whose losses, at steps 0, 10, ..., are given; a step takes 1 s."""
+    names = tuple(dict.fromkeys(method for method, _ in losses))
+    seeds = tuple(dict.fromkeys(seed for _, seed in losses))
+    made = Summary(TrainConfig(methods=names, seeds=seeds, **fields))
+    for (method, seed), values in losses.items():
+        for turn, loss in enumerate(values):
+            known = dict.fromkeys(("metric", "loss", "rolling_metric", "rolling_loss"), loss)
+            made.evaluations.append({
+                "method": method, "seed": seed, "step": 10 * turn, "seconds": 10.0 * turn + seed,
+                **known, "wire_bytes": 100 * turn, "link_bytes": None, "peak_extra_bytes": None,
+            })  # fmt: skip
+        made.finished.append({
+            "method": method, "seed": seed, "step_seconds": 1.0 + seed,
+            "step_seconds_quartiles": [0.9 + seed, 1.1 + seed], "step_seconds_mean": 1.25 + seed,
+            "timed_steps": 10, "timed_bytes": 10.0, "ideal_step_seconds": 0.5,
+            "kernel_seconds": 0.25 + seed, "exposed_seconds": None, "mean_ratio": 4.0 + seed,
+            "plan_changes": 2 * seed, "peak_extra_bytes": None,
+        })  # fmt: skip
+    return list(made.rows())
+
+
+def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
+    rows = summary({("gradwire-qsgd4", 0): [5.0, 2.0, 1.0], ("torch-fp32", 0): [5.0, 3.0, 2.0]})
+    assert [row["target"] for row in rows] == [pytest.approx(2.02)] * 2
+    assert {row["target_from"] for row in rows} == {"torch-fp32"}
+    assert [row["time_to_target"] for row in rows] == [10.0, 20.0]
+    assert [row["final_loss"] for row in rows] == [1.0, 2.0]
+    # Without the baseline, the first method is named instead; a given target counts.
+    rows = summary({("gradwire-fp16", 0): [5.0, 3.0], ("gradwire-qsgd4", 0): [5.0, 3.1]})
+    assert {row["target_from"] for row in rows} == {"gradwire-fp16"}
+    assert [row["time_to_target"] for row in rows] == [10.0, None]
+    (row,) = summary({("torch-fp32", 0): [5.0, 3.0, 2.0]}, target=4.0)
+    assert (row["target"], row["target_from"], row["time_to_target"]) == (4.0, "given", 10.0)
+
+
+def test_the_longest_time_between_evaluations_is_that_of_all_seeds() -> None:
+    made = Summary(TrainConfig(methods=("torch-fp32",), seeds=(0, 1)))
+    made.finished, common = (
+        [],
+        dict.fromkeys(
+            ("metric", "loss", "rolling_metric", "rolling_loss", "link_bytes", "peak_extra_bytes")
+        ),
+    )
+    for seed, times in ((0, (0.0, 4.0, 5.0)), (1, (0.0, 1.0, 7.5))):
+        made.evaluations += [
+            {"method": "torch-fp32", "seed": seed, "step": 10 * turn, "seconds": seconds,
+             "wire_bytes": 0, **common}
+            for turn, seconds in enumerate(times)
+        ]  # fmt: skip
+    assert [row["evaluation_gap_seconds"] for row in made.rows()] == [6.5]
+
+
+def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
+    rows = summary(
+        {
+            ("torch-fp32", 0): [5.0, 2.0],
+            ("torch-fp32", 1): [5.0, 2.0],
+            ("gradwire-qsgd4", 0): [5.0, 2.0],
+            ("gradwire-qsgd4", 1): [5.0, 4.0],
+        }
+    )
+    assert rows[0]["time_to_target"] == 10.5
+    assert rows[0]["step_seconds"] == 1.5
+    assert rows[0]["step_seconds_quartiles"] == [0.9, 2.1]
+    assert (rows[0]["kernel_seconds"], rows[0]["exposed_seconds"]) == (0.75, None)
+    assert (rows[0]["mean_ratio"], rows[0]["plan_changes"]) == (4.5, 1)
+    assert rows[1]["time_to_target_by_seed"] == [10.0, None]
+    assert rows[1]["final_loss_by_seed"] == [2.0, 4.0]
+    assert rows[1]["time_to_target"] is None
+    assert rows[1]["final_loss"] == 3.0
+
+
+def test_seeds_end_by_themselves() -> None:
+    row = summary({("torch-fp32", 0): [5.0, 4.0], ("torch-fp32", 1): [5.0, 4.0, 3.0, 3.0]})[0]
+    assert (row["steps"], row["steps_by_seed"]) == (10, [10, 30])
+    assert row["wire_bytes"] == 200
+    assert (row["wire_bytes_per_step"], row["link_bytes_per_step"]) == (10.0, None)
+    # Each seed has its own target so the baseline meets it.
+    rows = summary({("torch-fp32", 0): [5.0, 2.0], ("torch-fp32", 1): [5.0, 3.0]})
+    assert rows[0]["target"] == pytest.approx(1.01 * 2.5)
+    assert rows[0]["time_to_target"] == 10.5
+    # A loss that is not finite is not averaged away.
+    rows = summary({("torch-fp32", 0): [5.0, None], ("gradwire-qsgd4", 0): [5.0, 1.0]})
+    assert rows[0]["final_loss"] is None
+    assert rows[0]["target"] is None
+    assert "not finite" in rows[0]["target_from"]
+    assert rows[1]["time_to_target"] is None

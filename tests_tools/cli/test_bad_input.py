@@ -1,0 +1,228 @@
+"""Every command refuses bad input in one line, with exit code 2, before any work.
+
+The commands are found by walking the program, so a new command is tested without an edit here.
+"""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.models import ArgumentInfo
+
+from command_line import refusal, run
+from gradwire.lang import jit
+from gradwire_tools.bench import interleaved
+from gradwire_tools.bench.adapt.recording import Recording, save
+from gradwire_tools.cli.program import BAD_INPUT, FAILED, app
+from gradwire_tools.lab import Lab
+from gradwire_tools.sim import kernel_costs
+
+HUGE = "1000000000000000"
+# of commands, by their names
+ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}", "folders": "{recorded}"}
+ARGUMENTS |= {"a": "{plan}", "b": "{plan}", "file": "{plan}"}
+NEEDED = {  # without which other options mean nothing
+    "doctor": ["--ranks", "2"],
+    "bench record": ["--output", "recorded anew"],
+}
+BAD = {
+    "integer": ["x", "1.5", "0", "-1", HUGE],
+    "float": ["x", "nan", "inf", "-1"],
+    "text": ["", "no-such-thing"],
+    "file": ["{file}/below", "{folder}", "/proc/gradwire", "no such folder/file", "{locked}"],
+}
+RIGHT = {  # what looks wrong, and is not
+    ("bench train", "--steps", HUGE),
+    ("bench train", "--patience", HUGE),
+    ("bench grid", "--steps", HUGE),
+    ("codec build", "--jobs", HUGE),
+    ("bench record", "--seed", "0"),
+    ("bench record", "--seed", HUGE),
+    ("bench record", "--output", "no such folder/file"),  # is made
+    ("bench adapt", "--seed", "0"),
+    ("sim", "--segments", HUGE),  # as many as there are blocks
+    ("sim", "--per-node", HUGE),  # all ranks on one node
+    ("codec build", "--output", "{folder}"),
+    ("codec build", "--output", "no such folder/file"),  # is made
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command; `kind` is a key of `BAD`, or "flag"."""
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command by its words, the names of its arguments, and its options."""
+
+    words: str
+    arguments: tuple[str, ...]
+    options: tuple[Option, ...]
+
+    def line(self, *options: str) -> list[str]:
+        """The command with options, and what it cannot do without."""
+        needed = NEEDED.get(self.words, [])
+        return [*self.words.split(), *needed, *options, *(ARGUMENTS[a] for a in self.arguments)]
+
+
+def verbs(program: typer.Typer = app, before: tuple[str, ...] = ()) -> Iterator[Verb]:
+    for group in program.registered_groups:
+        assert group.typer_instance is not None
+        yield from verbs(group.typer_instance, (*before, str(group.name)))
+    for command in program.registered_commands:
+        assert command.callback is not None
+        arguments, options = [], []
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        for name, hint in hints.items():
+            if name == "return":
+                continue
+            plain, told = typing.get_args(hint)
+            if isinstance(told, ArgumentInfo):
+                arguments.append(name)
+                continue
+            # In Annotated, Typer takes the first name for the default until it builds the command.
+            given = [told.default, *(told.param_decls or ()), f"--{name.replace('_', '-')}"]
+            spelt = next(one for one in given if isinstance(one, str) and one.startswith("--"))
+            options.append(Option(spelt, kind(plain, told.metavar)))
+        yield Verb(" ".join((*before, str(command.name))), tuple(arguments), tuple(options))
+
+
+def kind(hint: Any, metavar: str | None) -> str:
+    for type_, name in ((bool, "flag"), (int, "integer"), (float, "float"), (Path, "file")):
+        if hint is type_ or type_ in typing.get_args(hint):
+            return name
+    return "file" if metavar == "FILE" else "text"
+
+
+def wrong(verb: Verb, folder: Path) -> Iterator[list[str]]:
+    """Lines of a command that are to be refused; paths that this machine cannot make are left out.
+
+    Root may write in a folder without permission, so for root none is locked.
+    """
+    paths = {name: folder / name for name in ("file", "rows", "recorded", "plan")}
+    paths |= {"folder": folder, "locked": folder / "locked" / "file"}
+    lacking = [] if Path("/proc/self").exists() else ["/proc/"]
+    if os.access(folder / "locked", os.W_OK):
+        lacking.append("{locked}")
+    for option in verb.options:
+        if option.kind == "flag":
+            continue
+        for value in BAD[option.kind]:
+            if (verb.words, option.name, value) not in RIGHT:
+                line = verb.line(option.name, value)
+                if not any(place in word for place in lacking for word in line):
+                    yield [word.format(**paths) for word in line]
+        yield [*verb.words.split(), option.name]
+    yield [word.format(**paths) for word in verb.line("--no-such-option")]
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test whose command starts a rank, times a kernel or compiles."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(Lab, "spawn", refuse)
+    monkeypatch.setattr(interleaved, "medians", refuse)
+    monkeypatch.setattr(kernel_costs, "kernel_curves", refuse)
+    said = jit.run
+    known: dict[str, Any] = {}  # of calls that compile nothing, such as for a compiler's version
+
+    def once(command: Any, *given: Any) -> Any:
+        if "-c" in command:
+            refuse()
+        key = repr((command, given))
+        if key not in known:
+            known[key] = said(command, *given)
+        return known[key]
+
+    monkeypatch.setattr(jit, "run", once)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the files that commands name."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "rows").write_text('{"a": 1}\n')
+    (tmp_path / "plan").write_text('{"gradwire_plan": 1, "parameters": {}}')
+    (tmp_path / "locked").mkdir(0o500)
+    (tmp_path / "recorded").mkdir()
+    made = Recording("gpt", {}, 0, 2, (0,), 1, (("weight", (4, 4)),), {})
+    save(made.file(tmp_path / "recorded", 0, 0), [torch.ones(16), torch.ones(16)])
+    made.write(tmp_path / "recorded")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", list(verbs()), ids=lambda verb: verb.words)
+@pytest.mark.usefixtures("no_work")
+def test_bad_input_is_one_line_and_leaves_no_file(verb: Verb, folder: Path) -> None:
+    before, faults = sorted(folder.rglob("*")), []
+    for line in wrong(verb, folder):
+        complaint, fault = refusal(*line)
+        if "No such option" in complaint and "--no-such-option" not in line:
+            fault = f"{line}: the option is spelt otherwise"
+        faults += [fault] if fault else []
+        if sorted(folder.rglob("*")) != before:
+            before = sorted(folder.rglob("*"))
+            faults.append(f"{line}: leaves a file")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_report_of_no_rows_is_one_line(tmp_path: Path) -> None:
+    rows, page, faults = tmp_path / "rows", tmp_path / "page.html", []
+    for content in (None, b"", b"no json\n", b"[1]\n", b"\xff\xfe", 2 * b'{"a": 1}\n'):
+        if content is not None:
+            rows.write_bytes(content)
+        faults.append(refusal("report", str(rows), "--output", str(page))[1])
+    assert not any(faults), faults
+    assert not page.exists()
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_refused_command_keeps_older_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    rows.write_text("older")
+    words = ["bench", "collectives", "--numel", "0", "--net", "none", "--json", str(rows)]
+    assert run(*words).code == BAD_INPUT
+    assert rows.read_text() == "older"
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("words", ["bench error --quick", "bench collectives", "bench train"])
+def test_a_method_given_twice_is_one_line(words: str) -> None:
+    complaint, fault = refusal(*words.split(), "--methods", "qsgd,thc, qsgd")
+    assert not fault
+    assert "--methods names qsgd twice" in complaint
+
+
+def test_unknown_commands_and_missing_arguments_are_one_line() -> None:
+    for words in (["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]):
+        complaint, fault = refusal(*words)
+        assert not fault
+        assert complaint.endswith("--help")
+
+
+def test_a_group_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    ran = run("doctor")
+    assert ran.code == FAILED
+    assert "MASTER_" in ran.err.splitlines()[-1]

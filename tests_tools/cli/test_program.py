@@ -1,0 +1,196 @@
+"""The program: version, completion, exit codes, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from command_line import run
+from gradwire import __version__
+from gradwire_tools.bench.train import train
+from gradwire_tools.bench.workers import WorkerError
+from gradwire_tools.cli import output as output_module
+from gradwire_tools.cli import program
+from gradwire_tools.cli.output import output
+from products import EXHAUSTIVE
+
+GRADWIRE = [sys.executable, "-m", "gradwire_tools.cli"]
+
+
+def test_version() -> None:
+    ran = run("--version")
+    assert (ran.code, ran.out) == (0, f"gradwire {__version__}\n")
+
+
+def test_completion_names_the_program_and_knows_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def completed(instruction: str) -> str:
+        monkeypatch.setenv("_GRADWIRE_COMPLETE", instruction)
+        with pytest.raises(SystemExit) as ended:
+            program.run([])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    for shell in ("bash", "zsh", "fish"):
+        assert "_GRADWIRE_COMPLETE" in completed(f"source_{shell}")
+    monkeypatch.setenv("COMP_WORDS", "gradwire bench c")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert completed("complete_bash").split() == ["collectives"]
+
+
+def test_how_work_ends_is_the_exit_code_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(work: Any) -> tuple[int, str]:
+        monkeypatch.setattr(train, "run", lambda *_, **__: work())
+        ran = run("bench", "train", "--quick", "--net", "none")
+        return ran.code, ran.err.splitlines()[-1]
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    failed = ends(lambda: fail(WorkerError("rank 1 failed")))
+    assert failed == (program.FAILED, "gradwire: rank 1 failed")
+    assert ends(lambda: fail(KeyboardInterrupt())) == (130, "gradwire: interrupted")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert ends(terminated) == (143, "gradwire: terminated")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # once for all
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def terminated() -> None:
+    assert callable(signal.getsignal(signal.SIGTERM)), "SIGTERM would end the process"
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    command = " ".join(GRADWIRE) + " codec list --json - | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["codec"] == "identity"
+    assert "Error" not in done.stderr
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+    with output(str(tmp_path / "rows")) as out:
+        out.row({"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": float("-inf")}})
+    row = json.loads((tmp_path / "rows").read_text())
+    assert row == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+def test_a_full_disk_names_the_file() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here, on which nothing can be written")
+    ran = run("codec", "list", "--json", "/dev/full")
+    assert (ran.code, ran.out) == (program.BAD_INPUT, "")
+    said = "gradwire: --json /dev/full: cannot be written (No space left on device)\n"
+    assert ran.err == said
+
+
+def test_progress_without_a_terminal_is_a_line_at_once_and_every_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(output_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def measure(advance: Any) -> list[dict[str, Any]]:
+        nonlocal now
+        for index, codec in enumerate(["fp16", "qsgd", "topk", "dgc"]):
+            advance(f"kernels of {codec}", index, 4)
+            now += 1.0
+        return [{"a": 1}]
+
+    with output("-") as out:
+        out.measured(measure, ["a"])
+    printed = capsys.readouterr()
+    assert printed.out == '{"a": 1}\n'
+    lines = [line for line in printed.err.splitlines() if " of " in line]
+    assert lines == ["kernels of fp16: 0 of 4", "kernels of topk: 2 of 4"]
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+
+    def measure(advance: Any) -> list[dict[str, Any]]:
+        advance("turns", 0, 2)
+        advance("turns", 1, 2)
+        return [{"a": 1}]
+
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        reading = read_in_a_thread(ours)
+        with output("-") as out:
+            out.measured(measure, ["a"])
+    shown = reading()
+    assert "━".encode() in shown
+    assert b": 0 of " not in shown
+
+
+def read_in_a_thread(ours: int) -> Any:
+    """Begin to read what the other end of a pty writes; call what is returned for all of it."""
+    shown: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(ours, 4096):
+                shown.append(chunk)
+        except OSError:  # the other end is closed
+            os.close(ours)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def all_of_it() -> bytes:
+        reader.join(60)
+        return b"".join(shown)
+
+    return all_of_it
+
+
+LONG = [
+    ["codec", "build", "--codec", "fp16", "--output", "made", "--isa", "x86-64-v2"],
+    ["bench", "kernels", "--codec", "fp16", "--target", "eager", "--quick"],
+    ["bench", "transports", "--bytes", "64", "--quick"],
+    ["bench", "collectives", "--ranks", "2", "--net", "none", "--numel", "1000", "--quick"],
+    ["bench", "profile", "--numel", "2000", "--quick"],
+    ["bench", "aggregators", "--task", "image", "--methods", "powersgd", "--quick"],
+]
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("command", LONG)
+def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) -> None:
+    """Rows alone on standard output; on standard error lines, or a bar on a terminal."""
+    plain = subprocess.run(
+        [*GRADWIRE, *command, "--json", "-"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert plain.returncode == 0, plain.stderr
+    assert all(isinstance(json.loads(row), dict) for row in plain.stdout.splitlines())
+    assert ": 0 of " in plain.stderr
+    assert "\x1b[" not in plain.stderr
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*GRADWIRE, *command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    reading = read_in_a_thread(ours)
+    os.close(theirs)
+    assert process.wait(240) == 0, reading()
+    shown = reading()
+    assert "━".encode() in shown
+    assert b": 0 of " not in shown

@@ -1,0 +1,275 @@
+"""Times computed by hand, bytes from formulas, and bounds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenario
+
+from gradwire import algorithms
+from gradwire.lang import layout
+from gradwire_tools.sim import Net, predict
+from gradwire_tools.sim.buckets import ddp_buckets
+from gradwire_tools.sim.curves import Software
+from gradwire_tools.sim.models import shapes
+from gradwire_tools.sim.rank import Overheads
+from gradwire_tools.sim.task_times import algorithm_on, bucket_contents
+
+ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
+BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms
+VALUES = 1 << 18
+MESSAGE = 4 * VALUES + 48
+
+
+def seconds(*args: object, machine: object = FREE, **given: object) -> float:
+    return float(predict(scenario(*args, **given), machine)["seconds"])  # type: ignore[arg-type]
+
+
+# ---- by hand ------------------------------------------------------------------------------------
+
+
+def test_two_ranks_gather() -> None:
+    # A latency until both know that the receive is posted; the message; its latency.
+    found = seconds(2, str(VALUES), "all_gather", codec=IDENTITY)
+    assert found == pytest.approx(2 * LATENCY + MESSAGE * BYTE)
+
+
+def test_a_message_whose_length_depends_on_data_has_the_expected_one() -> None:
+    body = -(-layout(GRADDROP).expected_nbytes(VALUES) // 16) * 16
+    row = predict(scenario(2, str(VALUES), "all_gather", codec=GRADDROP, segments=1), FREE)
+    assert row["wire_bytes"] == 48 + 16 + body
+    assert row["seconds"] == pytest.approx(2 * LATENCY + row["wire_bytes"] * BYTE)
+    # Ranks of one node read it in place: no table, no latency.
+    beside = scenario(2, str(VALUES), "all_gather", codec=GRADDROP, segments=1, per_node=2)
+    assert predict(beside, FREE)["wire_bytes"] == 48 + body
+    assert predict(beside, FREE)["seconds"] == 0.0
+
+
+def test_one_node_stands_for_all_where_lengths_depend_on_data() -> None:
+    both = [
+        predict(scenario(8, "1048576x8", codec=GRADDROP, exact=exact), USUAL)
+        for exact in (True, False)
+    ]
+    assert [row["exact"] for row in both] == [True, False]
+    assert both[1]["seconds"] == pytest.approx(both[0]["seconds"], rel=0.02)
+    assert both[1]["wire_bytes"] == pytest.approx(both[0]["wire_bytes"], rel=0.01)
+
+
+def test_two_ranks_scatter_and_gather() -> None:
+    # Two rounds of half the values each; the second finds its receive posted.
+    half = 4 * VALUES // 2 + 48
+    found = seconds(2, str(VALUES), codec=IDENTITY, segments=1)
+    assert found == pytest.approx(3 * LATENCY + 2 * half * BYTE)
+
+
+def test_kernels_wait_for_messages_and_messages_for_kernels() -> None:
+    call = 5e-3  # longer than the latency until messages may leave
+    half = 4 * VALUES // 2 + 48
+    found = seconds(2, str(VALUES), codec=IDENTITY, segments=1, machine=curves(call=call))
+    # encode, merge, decode: the decode of the peer's result follows this rank's merge
+    assert found == pytest.approx(3 * call + 2 * LATENCY + 2 * half * BYTE)
+
+
+def test_two_segments_overlap() -> None:
+    """While one segment is on the wire, the kernel of the other runs."""
+    value = 20 * 8e-9  # kernels are what takes time
+    slow = curves(value=value)
+    one = seconds(2, str(VALUES), "all_gather", codec=IDENTITY, segments=1, machine=slow)
+    two = seconds(2, str(VALUES), "all_gather", codec=IDENTITY, segments=2, machine=slow)
+    assert one == pytest.approx(2 * value * VALUES + LATENCY + MESSAGE * BYTE)
+    assert two == pytest.approx(2 * value * VALUES)
+
+
+def test_all_senders_to_one_share_its_ingress() -> None:
+    """One server: its ingress serves all payloads, then its egress all results."""
+    n = 5
+    found = seconds(n, str(VALUES), "parameter_server", codec=IDENTITY, partitions=1, segments=1)
+    wire = (n - 1) * MESSAGE * BYTE
+    assert found == pytest.approx(3 * LATENCY + 2 * wire)
+
+
+def test_connections_that_begin_to_share_a_link_lose_time() -> None:
+    for ranks, connections in ((2, 1), (4, 3)):
+        settling = 1e-5
+        slow = curves(link=Software(settling=settling))
+        found = seconds(ranks, str(VALUES), "all_gather", codec=IDENTITY, machine=slow)
+        wire = 2 * LATENCY + connections * MESSAGE * BYTE
+        assert found == pytest.approx(wire + (settling if connections > 1 else 0.0))
+        # A small transfer loses only a part of it.
+        long = curves(link=Software(settling=1.0))
+        found = seconds(ranks, str(VALUES), "all_gather", codec=IDENTITY, machine=long)
+        assert found <= wire + 0.3 * connections * MESSAGE * BYTE
+
+
+def test_ranks_of_a_node_share_its_link() -> None:
+    alone = scenario(4, str(VALUES), "all_gather", codec=IDENTITY)
+    shared = replace(alone, per_node=2)
+    # Each of a node's two ranks sends to two ranks of other nodes; alone, to three.
+    assert predict(shared, FREE)["seconds"] == pytest.approx(2 * LATENCY + 4 * MESSAGE * BYTE)
+    assert predict(alone, FREE)["seconds"] == pytest.approx(2 * LATENCY + 3 * MESSAGE * BYTE)
+
+
+def test_one_node_needs_no_network() -> None:
+    row = predict(scenario(4, str(VALUES), per_node=4), FREE)
+    assert row["seconds"] == 0.0
+    assert row["limit_seconds"] == 0.0
+    memory = curves(link=replace(USUAL.link, overhead=0.0, stack=0.0, memory=1e9))
+    row = predict(scenario(2, str(VALUES), "all_gather", codec=IDENTITY, per_node=2), memory)
+    assert row["seconds"] == pytest.approx(2 * MESSAGE / 1e9)  # one after the other
+
+
+def test_one_rank_does_nothing() -> None:
+    row = predict(scenario(1, "resnet50"), FREE)
+    assert (row["seconds"], row["wire_bytes"], row["of_limit"]) == (0.0, 0, None)
+
+
+def test_receives_are_awaited_in_order() -> None:
+    """Checks run on one thread: N - 1 messages that arrive together are checked one by one."""
+    check = 1e-2
+    slow = curves(engine=Overheads(check=check))
+    found = seconds(4, str(VALUES), "all_gather", codec=IDENTITY, machine=slow)
+    # One seal, then three checks, of which at most all but the last overlap with the wire.
+    assert found >= check + 3 * check
+    assert found <= 4 * check + 2 * LATENCY + 3 * MESSAGE * BYTE + 1e-9
+
+
+def test_ranks_leave_a_barrier_one_after_the_other() -> None:
+    """Rank 1 starts a latency after rank 0, which waits for it, and for its sum."""
+    half = 4 * VALUES // 2 + 48
+    found = seconds(2, str(VALUES), codec=IDENTITY, segments=1, barrier=True)
+    assert found == pytest.approx(4 * LATENCY + 2 * half * BYTE)
+    # With eight ranks the last leaves it three hops later, and each of two rounds waits for it.
+    plain, late = (
+        seconds(8, str(VALUES), codec=IDENTITY, segments=1, barrier=barrier)
+        for barrier in (False, True)
+    )
+    assert plain < late <= plain + 2 * 3 * LATENCY
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def test_bytes_are_the_algorithms_formula() -> None:
+    """Law 5, for ragged sizes and more than one bucket."""
+    faults = []
+    for codec, ranks, algorithm in product((QSGD, GRADDROP), (1, 2, 3, 5, 8), ALGORITHMS):
+        wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True, codec=codec)
+        buckets = ddp_buckets(shapes(wanted.model), codec, False, ranks)
+        assert len(buckets) > 1
+        built = algorithm_on(wanted.options, ranks, 1)
+        expected = sum(
+            built.wire_bytes(0, ranks, bucket_contents(b, built, wanted.options, ranks).sizes)
+            for b in buckets
+        )
+        found = predict(wanted, USUAL)["wire_bytes"]
+        if found != expected:
+            faults.append(f"{codec}, {algorithm}, {ranks} ranks: {found}, not {expected} bytes")
+    assert not faults, "\n".join(faults)
+
+
+# ---- bounds -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_faster_than_its_limit() -> None:
+    faults = []
+    nets = [Net("", 1e8, 5e-3), GBIT, Net("", 1e11, 1e-5)]
+    many = product((16,), ALGORITHMS, [GBIT])
+    for ranks, algorithm, net in (*product((2, 5), ALGORITHMS, nets), *many):
+        row = predict(scenario(ranks, "1e6,1e5", algorithm, net=net), USUAL)
+        limits = row["limit_seconds"], row["compute_seconds"]
+        share = row["limit_seconds"] / row["seconds"]
+        if not row["seconds"] >= max(limits) >= min(limits) > 0 or row["of_limit"] != share:
+            faults.append(f"{algorithm}, {ranks} ranks, {net}: {row}")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_better_network_or_more_cores_are_not_slower() -> None:
+    faults = []
+    for algorithm, ranks in product(ALGORITHMS, (5,)):
+        rates = [
+            seconds(ranks, "3e6", algorithm, net=Net("", rate, 1e-3), machine=USUAL)
+            for rate in (1e8, 3e8, 1e9, 1e10)
+        ]
+        latencies = [
+            seconds(ranks, "3e6", algorithm, net=Net("", 1e9, latency), machine=USUAL)
+            for latency in (0.0, 1e-4, 1e-3, 1e-2)
+        ]
+        if rates != sorted(rates, reverse=True) or latencies != sorted(latencies):
+            faults.append(f"{algorithm}, {ranks} ranks: {rates}, {latencies}")
+    slow = curves(value=1e-7)
+    for algorithm in ALGORITHMS:
+        own, two, one = (
+            predict(scenario(8, "1e6", algorithm, cores=cores), slow)
+            for cores in (float("inf"), 2.0, 1.0)
+        )
+        if not own["seconds"] < two["seconds"] < one["seconds"]:
+            faults.append(f"{algorithm}: shared cores")
+        assert own["compute_seconds"] == two["compute_seconds"], algorithm
+    assert not faults, "\n".join(faults)
+
+
+def test_processor_time_of_messages_counts_on_shared_cores() -> None:
+    """64 MB through stacks that take 10 ns per byte at each end, on one core."""
+    stack = curves(link=replace(USUAL.link, overhead=0.0, stack=1e-8))
+    row = predict(scenario(2, "8e6", "all_gather", codec=IDENTITY, cores=1.0), stack)
+    assert row["seconds"] >= 4 * 32e6 * 1e-8
+
+
+def test_processor_time_of_each_message_counts_on_shared_cores() -> None:
+    """On one core, 2 messages of 64 KB at both ends; over memory at the receiving end alone."""
+    for message, per_node, ends in ((0.1, 1, 4), (0.1, 2, 2)):
+        cost = curves(link=replace(USUAL.link, message=message))
+        of = scenario(2, "16384", "all_gather", codec=IDENTITY, cores=1.0, per_node=per_node)
+        more = predict(of, cost)["seconds"] - predict(of, USUAL)["seconds"]
+        assert more == pytest.approx(ends * message, rel=0.02)
+
+
+def test_backward_hides_what_is_ready_early() -> None:
+    plain = predict(scenario(4, "resnet50"), USUAL)
+    row = predict(scenario(4, "resnet50", backward=1.0), USUAL)
+    assert 1.0 < row["seconds"] < 1.0 + plain["seconds"]
+    assert row["limit_seconds"] == 1.0
+    # The last bucket is ready at the end, and is then sent alone.
+    assert row["seconds"] > 1.0 + 2 * LATENCY
+
+
+def test_two_collectives_are_in_flight() -> None:
+    """Buckets overlap: many take less than one after the other, and not less than the wire."""
+    one = seconds(4, "2048x4096", machine=USUAL)
+    row = predict(scenario(4, ",".join(["2048x4096"] * 6)), USUAL)
+    assert row["buckets"] == 6
+    assert row["limit_seconds"] < row["seconds"] < 6 * one
+
+
+def test_sra_of_coordinated_rounds_runs() -> None:
+    found = predict(scenario(4, "1e6", coordinated=True), USUAL)
+    plain = predict(scenario(4, "1e6"), USUAL)
+    assert found["wire_bytes"] == plain["wire_bytes"]
+    assert found["seconds"] >= found["limit_seconds"]
+    assert algorithms.get("sra").rounds(4) == 2
+
+
+@pytest.fixture
+def _collector() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_collector")
+def test_the_collector_is_left_as_it_was() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        seconds(2, "1e4")
+        assert gc.isenabled() is enabled
+
+
+def test_messages_that_have_arrived_wake_no_thread() -> None:
+    """An encode, the first of many receives, and a merge are noticed; nothing else takes time."""
+    machine = curves(engine=Overheads(task=1.0, post=1e-3))
+    for ranks in (2, 3, 8):
+        found = seconds(ranks, "1e3", "all_gather", net=Net("", float("inf")), machine=machine)
+        assert found == pytest.approx(3.0, abs=0.1)

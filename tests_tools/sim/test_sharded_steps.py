@@ -1,0 +1,328 @@
+"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates, mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machines import FORMS, FREE, GBIT, USUAL
+
+from command_line import rows_of, wrongly_refused
+from gradwire import Options, codecs
+from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
+from gradwire.engine import HEADER_BYTES
+from gradwire.engine.topology import Topology
+from gradwire.lang import layout
+from gradwire.partition import Spec
+from gradwire_tools.bench.sharded import sharded_methods
+from gradwire_tools.predict.simulate_sharded import sent_by
+from gradwire_tools.sim import Curves, Net, models
+from gradwire_tools.sim.models import Shapes
+from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
+from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
+from gradwire_tools.sim.training import Compute, Start, Times, Waits, order
+
+# Rows that no number of ranks divides, fewer rows than ranks, small and flat parameters.
+BLOCK: Shapes = ((103, 64), (103,), (3, 2048), (64, 10))
+GROUPS: tuple[Shapes, ...] = (BLOCK, BLOCK, ((256, 64), (64,)))
+W8 = codecs.get("randomshift", bits=8)
+
+
+def curves_of(one: ShardedScenario, free: bool = True) -> Curves:
+    base = FREE if free else USUAL
+    curve = (0.0, 0.0, 0.0) if free else (1e-5, 3e-10, 1e-10)
+    more = codecs_of(one.groups, one.weights, one.gradients)
+    known = {str(codec): dict.fromkeys(FORMS, curve) for codec in more}
+    return Curves("a test", 1, {**base.codecs, **known}, base.engine, base.link)
+
+
+def row_of(
+    method: str, ranks: int = 4, net: Net = GBIT, free: bool = True, **given: Any
+) -> dict[str, Any]:
+    parsed = sharded_methods.parse(method)
+    weights, gradients = sent_by(parsed)
+    feedback = parsed.options.get("error_feedback", False)
+    groups = given.pop("groups", GROUPS)
+    one = ShardedScenario(ranks, net, weights, gradients, groups, feedback, **given)
+    return predict_sharded(one, curves_of(one, free))
+
+
+def padded(group: Shapes, ranks: int) -> int:
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in group)
+
+
+def test_torchs_bytes_are_those_of_the_formula() -> None:
+    """Blocks are gathered twice, the root once; see gradwire_tools.bench.sharded.sharded_comms."""
+    methods = {"fsdp-fp32": (4, 4), "fsdp-bf16": (2, 2), "fsdp-mixed": (4, 2)}
+    for ranks, (method, (weight, gradient)) in product((2, 3, 4, 5), methods.items()):
+        row = row_of(method, ranks)
+        *blocks, root = (padded(group, ranks) for group in GROUPS)
+        gathered, scattered = 2 * sum(blocks) + root, sum(blocks) + root
+        assert row["weights_wire_bytes"] == (ranks - 1) * weight * gathered, (method, ranks)
+        assert row["gradients_wire_bytes"] == (ranks - 1) * gradient * scattered, (method, ranks)
+        assert row["wire_bytes"] == row["weights_wire_bytes"] + row["gradients_wire_bytes"]
+        assert row["ratio"] == (ranks - 1) * 4 * (gathered + scattered) / row["wire_bytes"]
+
+
+def payload(group: Shapes, ranks: int) -> int:
+    """Bytes of rank 0's payloads of a group's weights in 8 bits."""
+    total = 0
+    for shape in group:
+        own = lengths(shape, ranks)[0]
+        coded = len(shape) > 1 and math.prod(shape) >= 4096
+        total += layout(W8).nbytes(own) if coded else 4 * own
+    return total
+
+
+def scattered_bytes(group: Shapes, ranks: int, codec: Any) -> int:
+    """What rank 0 sends, by the program that the engine runs."""
+    specs = tuple(
+        Spec(
+            str(i), math.prod(shape), torch.float32,
+            codec if len(shape) > 1 else codecs.get("identity"), lengths=lengths(shape, ranks),
+        )
+        for i, shape in enumerate(group)
+    )  # fmt: skip
+    topology = Topology(0, ranks, tuple(range(ranks)))
+    made = compile(CollectiveLayout(SCATTER, specs), topology, Capabilities(), Options())
+    return made.wire_bytes
+
+
+def test_our_bytes_are_those_of_payloads() -> None:
+    gathers = {"none": 2, "redraw": 2, "payload": 1, "reference": 1}
+    for ranks, (keep, times) in product((2, 3, 4, 5), gathers.items()):
+        row = row_of(f"qsdp:w=8:g=8:keep={keep}", ranks)
+        *blocks, root = (payload(group, ranks) + HEADER_BYTES for group in GROUPS)
+        # Bytes of payloads are a tensor, whose messages are aligned.
+        aligned = [-(-nbytes // 16) * 16 for nbytes in (*blocks, root)]
+        expected = (ranks - 1) * (times * sum(aligned[:-1]) + aligned[-1])
+        assert row["weights_wire_bytes"] == expected, (keep, ranks)
+        gradients = codecs.get("qsgd", bits=8, block=1024)
+        of_groups = sum(scattered_bytes(group, ranks, gradients) for group in GROUPS)
+        assert row["gradients_wire_bytes"] == of_groups, (keep, ranks)
+
+
+def test_what_has_no_codec_is_sent_in_fp32() -> None:
+    full, left = row_of("fsdp-fp32"), row_of("gradwire:g=qsgd:bits=4")
+    assert left["weights_wire_bytes"] == full["weights_wire_bytes"]
+    assert left["gradients_wire_bytes"] < full["gradients_wire_bytes"] / 4
+    dense = row_of("gradwire:w=bf16")["gradients_wire_bytes"]
+    identity = codecs.get("identity")
+    assert dense == sum(scattered_bytes(group, 4, identity) for group in GROUPS)
+
+
+def test_a_faster_network_never_takes_longer() -> None:
+    given = {"free": False, "groups": models.groups("gpt2"), "forward": 0.1, "backward": 0.2}
+    for method, blocking in product(("fsdp-mixed", "qsdp:w=8:g=8"), (False, True)):
+        rows = [
+            row_of(method, net=Net("", rate, 1e-3), blocking=blocking, **given)
+            for rate in (1e8, 3e8, 1e9, 1e10, 1e11)
+        ]
+        seconds = [row["seconds"] for row in rows]
+        assert seconds == sorted(seconds, reverse=True), (method, blocking)
+        assert seconds[0] > 10 * seconds[-1]
+        for row in rows:
+            assert row["seconds"] >= row["limit_seconds"] >= 0.3
+        assert rows[0]["of_limit"] > 0.9  # the slowest network is what takes time
+
+
+def test_computing_hides_sending_but_not_if_the_host_waits() -> None:
+    """At a rate at which a step sends for as long as it computes."""
+    groups = (((512, 512),),) * 8 + ((),)
+    nbytes = row_of("fsdp-fp32", groups=groups)["wire_bytes"]
+    net, pass_ = Net("", nbytes * 8 / 0.3, 0.0), {"forward": 0.1, "backward": 0.2}
+    apart = row_of("fsdp-fp32", net=net, groups=groups, blocking=True, **pass_)
+    assert apart["seconds"] == pytest.approx(0.6, rel=1e-3)
+    # Only the first gather and the last reduce-scatter are not hidden, an eighth of a pass each.
+    beside = row_of("fsdp-fp32", net=net, groups=groups, **pass_)
+    assert 0.3 + 0.2 / 8 <= beside["seconds"] <= 0.3 + 3 * 0.1 / 8
+    # Ours gathers ahead in backward, whoever waits for the rest.
+    ours, host = (
+        row_of("gradwire:w=identity:keep=none", net=net, groups=groups, blocking=blocking, **pass_)
+        for blocking in (False, True)
+    )
+    assert ours["seconds"] == pytest.approx(beside["seconds"], rel=0.02)
+    ahead = apart["seconds"] - host["seconds"]
+    assert ahead == pytest.approx(7 / 8 * 0.1, rel=0.05)
+
+
+def test_a_slower_network_hardly_slows_quantised_steps() -> None:
+    """THESIS Fig. 5.3: with 200 ms of compute, from 10 to 1 Gbit/s."""
+    groups, pass_ = (((1024, 1024),),) * 10 + ((),), {"forward": 0.067, "backward": 0.133}
+    slow, fast = (
+        Net(rate, rate_of * 1e9, 5e-5) for rate, rate_of in (("1gbit", 1), ("10gbit", 10))
+    )
+    slower = {
+        method: row_of(method, net=slow, groups=groups, **pass_)["seconds"]
+        / row_of(method, net=fast, groups=groups, **pass_)["seconds"]
+        for method in ("fsdp-mixed", "qsdp:w=8:g=8", "qsdp:w=8:g=8:keep=none")
+    }
+    assert slower["fsdp-mixed"] > 2
+    assert slower["qsdp:w=8:g=8"] < slower["qsdp:w=8:g=8:keep=none"] < 1.5
+
+
+def jobs_of(waits: Waits, backward: str = "gather", blocks: int = 3) -> tuple[str, str]:
+    """(jobs as lane and group, actions) of a step of equal blocks."""
+    times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * blocks + [Times(0.0, 0.0)]
+    jobs, actions = order(times, backward, waits)
+    names = [f"{job.lane[0]}{job.group}" for job in jobs]
+    told = []
+    for action in actions:
+        if isinstance(action, Compute):
+            told.append(f"{action.seconds:g}")
+        else:
+            told.append(("+" if isinstance(action, Start) else "?") + names[action.job])
+    return " ".join(names), " ".join(told)
+
+
+def test_the_order_is_fsdp2s() -> None:
+    names, told = jobs_of(Waits())
+    assert names == "g3 g0 g1 g2 g2 g1 g0 r2 r1 r0 r3"
+    forward = "+g3 +g0 ?g3 +g1 0 ?g0 +g2 1 ?g1 1 ?g2 1"
+    backward = "+g2 ?g2 +g1 2 +r2 ?g1 +g0 2 ?r2 +r1 ?g0 2 ?r1 +r0 0 ?r0 +r3 ?r3"
+    assert told == f"{forward} {backward}"
+
+
+def test_on_a_cpu_the_host_waits() -> None:
+    _, told = jobs_of(Waits(blocking=True))
+    forward = "+g3 ?g3 0 +g0 ?g0 1 +g1 ?g1 1 +g2 ?g2 1"
+    ahead = "+g2 ?g2 +g1 2 +r2 ?r2 ?g1 +g0 2 +r1 ?r1 ?g0 2 +r0 ?r0 0 +r3 ?r3 ?r3"
+    assert told == f"{forward} {ahead}"
+    _, told = jobs_of(Waits(blocking=True, prefetches=False))
+    each = "+g2 ?g2 2 +r2 ?r2 +g1 ?g1 2 +r1 ?r1 +g0 ?g0 2 +r0 ?r0 0 +r3 ?r3 ?r3"
+    assert told == f"{forward} {each}"
+
+
+def test_what_is_kept_is_not_gathered_again() -> None:
+    names, told = jobs_of(Waits(), "decode")
+    assert names == "g3 g0 g1 g2 r2 r1 r0 r3"
+    assert told.split().count("2.25") == 3  # decoded, then computed
+    assert jobs_of(Waits(), "")[1].split().count("2") == 3
+
+
+def test_kernels_take_time() -> None:
+    slow = {"free": False, "groups": models.groups("gpt2")}
+    ours, torchs = row_of("qsdp:w=8:g=8", **slow), row_of("fsdp-bf16", **slow)
+    assert torchs["compute_seconds"] == 0
+    assert ours["compute_seconds"] > 0.05
+    fast = Net("none", math.inf, 0.0)
+    unlimited = row_of("qsdp:w=8:g=8", net=fast, **slow)
+    assert unlimited["limit_seconds"] is None
+    assert ours["seconds"] > unlimited["seconds"] > 0.05
+
+
+def test_weights_are_encoded_before_and_decoded_after_every_gather() -> None:
+    """Curves in which a value takes a second to encode, and a thousand to decode."""
+    weights, gradients = sent_by(sharded_methods.parse("qsdp:w=8:g=8:keep=none"))
+    one = ShardedScenario(4, GBIT, weights, gradients, GROUPS)
+    known = {**curves_of(one).codecs}
+    known[str(W8)] = {**known[str(W8)], "encode": (0.0, 1.0, 0.0), "decode": (0.0, 1e3, 0.0)}
+    row = predict_sharded(one, Curves("a test", 1, known))
+    coded = [[s for s in group if len(s) > 1 and math.prod(s) >= 4096] for group in GROUPS]
+    times = (2, 2, 1)  # the root's once
+    own = sum(n * sum(lengths(s, 4)[0] for s in g) for n, g in zip(times, coded, strict=True))
+    every = sum(n * models.numel(tuple(g)) for n, g in zip(times, coded, strict=True))
+    assert row["compute_seconds"] == pytest.approx(own + 1e3 * every, rel=1e-9)
+
+
+def test_one_node_stands_for_all_of_many_ranks() -> None:
+    groups = (((4096, 1024),),) * 3 + ((),)
+    exact, one = (
+        row_of("qsdp:w=8:g=8", 16, groups=groups, forward=0.01, exact=exact)
+        for exact in (True, False)
+    )
+    assert (exact["exact"], one["exact"]) == (True, False)
+    for key in ("seconds", "weights_wire_bytes", "gradients_wire_bytes", "limit_seconds"):
+        assert one[key] == pytest.approx(exact[key], rel=1e-6), key
+
+
+def test_in_two_levels_a_node_sends_less() -> None:
+    groups = (((4096, 1024),),) * 3 + ((),)
+    flat, levels = (
+        row_of("qsdp:w=8:g=8", 8, groups=groups, per_node=4, options=Options(algorithm=name))
+        for name in ("sra", "hierarchical")
+    )
+    assert levels["limit_seconds"] == pytest.approx(flat["limit_seconds"] / 4, rel=0.01)
+    assert levels["seconds"] < flat["seconds"] / 2
+
+
+def test_groups_are_a_models_parameters() -> None:
+    for name in (*models.MODELS, "1e6,4096x1024"):
+        groups = models.groups(name)
+        shapes = models.shapes(name)
+        assert models.numel([s for group in groups for s in group]) == models.numel(shapes), name
+        assert len(groups) > 2
+        assert all(groups[:-1])
+
+
+def test_blocks_and_the_root() -> None:
+    blocks = models.groups("gpt2")
+    assert [len(group) for group in blocks] == [1, *[12] * 12, 3]  # positions; the embedding, norm
+    assert models.groups("7,4096x1024") == (((7, 1),), ((4096, 1024),), ())
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    weights, gradients = sent_by(sharded_methods.parse("qsdp:w=8:g=8"))
+    one = ShardedScenario(2, GBIT, weights, gradients, GROUPS)
+    path = tmp_path_factory.mktemp("curves") / "curves.json"
+    curves_of(one, free=False).save(path)
+    return str(path)
+
+
+def told(file: str, *arguments: str) -> list[dict[str, Any]]:
+    methods = ["--methods", "fsdp-mixed,qsdp:w=8:g=8"]
+    return rows_of("sim", "--sharded", "--curves", file, *methods, *arguments)
+
+
+KEYS = {
+    "sharded", "method", "model", "numel", "algorithm", "ranks", "per_node", "net", "groups",
+    "seconds", "forward_seconds", "backward_seconds", "blocking", "compute_seconds", "wire_bytes",
+    "weights_wire_bytes", "gradients_wire_bytes", "ratio", "limit_seconds", "of_limit", "messages",
+    "exact", "machine", "run",
+}  # fmt: skip
+
+
+def test_rows_of_the_command(file: str, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    rows = told(
+        file, "--model", "1e6,1e6", "--backward", "0.2", "--sweep", "rate=100mbit,1gbit", "--plot",
+        str(plot),
+    )  # fmt: skip
+    assert [(row["method"], row["value"]) for row in rows] == [
+        (method, rate) for rate in ("100mbit", "1gbit") for method in ("fsdp-mixed", "qsdp:w=8:g=8")
+    ]
+    for row in rows:
+        assert row.keys() == {*KEYS, "sweep", "value"}
+        assert (row["forward_seconds"], row["backward_seconds"]) == (0.1, 0.2)
+    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"] > 0.3
+    assert "<svg" in plot.read_text()
+    (alone, _) = told(file, "--model", "1e6", "--forward", "0.05", "--backward", "0.2")
+    assert alone["forward_seconds"] == 0.05
+
+
+MISTAKES = [
+    (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
+    (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
+    (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),
+    (["--sharded", "--methods", ""], "--methods is empty"),
+    (["--sharded", "--algorithm", "ring"], "ring"),
+    (["--sharded", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
+    (["--sharded", "--sweep", "bits=2,4"], "sweep one of ranks, rate"),
+    (["--sharded", "--forward", "-1"], "forward=-1"),
+    (["--sharded", "--coordinated"], "leave --validate, --partitions and --coordinated out"),
+    (["--methods", "fsdp-fp32"], "--methods: is for a step under FSDP2: give --sharded"),
+    (["--forward", "1"], "--forward: is for a step under FSDP2"),
+    (["--blocking"], "--blocking: is for a step under FSDP2"),
+]
+
+
+def test_mistakes_are_named(file: str) -> None:
+    common = ["sim", "--model", "1e4", "--curves", file]
+    faults = wrongly_refused(([*common, *words], said) for words, said in MISTAKES)
+    assert not faults, "\n".join(faults)
