@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.integrations.metrics import EVERY
-from gradwire_tools.bench.train import tasks
+from gradwire_tools.bench import tasks
 
 TURNS, NEVER = 60, 1 << 40
 

@@ -24,12 +24,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.train.baselines import FULL, Baselines
-from gradwire_tools.report import learning, planning
-from gradwire_tools.report.gain import Gain, Standing, of_summaries
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lengths import length
-from gradwire_tools.report.quantities import (
+from gradwire_tools.bench.lengths import length
+from gradwire_tools.bench.quantities import (
     DASH,
     digits,
     network,
@@ -39,6 +35,10 @@ from gradwire_tools.report.quantities import (
     size,
     times,
 )
+from gradwire_tools.bench.train.baselines import FULL, Baselines
+from gradwire_tools.report import learning, planning
+from gradwire_tools.report.gain import Gain, Standing, of_summaries
+from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.rows import grouped, read, sort, split
 
 COST = 0.01  # of fp32's metric, that is no loss

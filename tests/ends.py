@@ -81,7 +81,6 @@ def forkserver() -> Any:
     context = mp.get_context("forkserver")
     ours = ("attach", "backend", "backend_register", "sharded")
     integrations = (f"gradwire.integrations.{name}" for name in ours)
-    bench = (f"gradwire_tools.bench.{name}" for name in ("method_run", "sharded_run"))
     slow = (
         "pytest",
         "torch",
@@ -90,7 +89,7 @@ def forkserver() -> Any:
         "torch.distributed.fsdp",
     )
     more = filter(None, os.environ.get("GRADWIRE_TEST_IMPORTS", "").split(","))
-    context.set_forkserver_preload([*slow, *integrations, *bench, *more])
+    context.set_forkserver_preload([*slow, *integrations, *more])
     return context
 
 

@@ -16,9 +16,9 @@ import torch
 import gradwire as gw
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError, TransportError, in_global_ranks
-from gradwire.integrations.backend_settings import from_environment
 from gradwire.transport.torch_p2p import TorchP2P, _Work
 from ranks import as_threads, caught
+from rooms.integrations import from_environment
 
 JOB = 4
 GROUPS: list[Sequence[int] | None] = [

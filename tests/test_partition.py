@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gradwire import QSGD, Codec, ConfigError, Identity, TernGrad
 from gradwire.codecs import TopK
-from gradwire.engine.message import ALIGNMENT, align
 from gradwire.lang import layout
 from gradwire.partition import SEGMENT_BYTES, Partition, Spec, partition
+from rooms.engine import ALIGNMENT, align
 
 # Cores are shared: no time is a failure. And each run has the same examples.
 settings.register_profile("beside others", deadline=None, derandomize=True)

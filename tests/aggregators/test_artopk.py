@@ -14,10 +14,10 @@ from averaging import Parameters, Shape, drawn
 from gradwire.aggregators import ARTopK, ErrorFeedback, selection
 from gradwire.aggregators.artopk import LEADERS, SCOPES
 from gradwire.engine import HEADER_BYTES, Communicator
-from gradwire.engine.message import ALIGNMENT
 from gradwire.lang import layout
 from products import exhaustive
 from ranks import as_threads
+from rooms.engine import ALIGNMENT
 
 SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (200,), (0,), ()]
 

@@ -34,9 +34,9 @@ from gradwire.aggregators import (
 from gradwire.codecs import QSGD, HardThreshold, MSTopK, OneBit, RandomK, TernGrad, TopK
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
-from gradwire.integrations.gather import Gather, Split
 from products import EXHAUSTIVE, one_in
 from ranks import as_threads
+from rooms.integrations import Gather, Split
 
 SHAPES: list[Shape] = [(20, 30), (9,), (2, 3), (1500,), (33, 17), (20, 30), (), (0,), (8, 3, 3, 3)]
 

@@ -30,9 +30,9 @@ from gradwire.aggregators import (
 from gradwire.codecs import QSGD, TopK
 from gradwire.collectives import AllGather, ReduceScatter
 from gradwire.engine import Communicator
-from gradwire.integrations.state import merge_states
 from gradwire.planner import Plan, Rules, make_plan
 from ranks import as_threads
+from rooms.integrations import merge_states
 
 SHAPES: list[Shape] = [(20, 30), (9,), (7, 5), (33, 17), (2, 3), (8, 3, 3, 3)]
 

@@ -12,7 +12,7 @@ from symbolic import Rank, key_of, message_of, step, take
 
 from gradwire.algorithms import Algorithm
 from gradwire.engine import Graph, Kind
-from gradwire.engine.schedule import Wave, lower
+from rooms.engine import Wave, lower
 
 
 def schedules(

@@ -22,7 +22,7 @@ from gradwire.algorithms import (
 )
 from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.engine import Graph, Kind
-from gradwire.engine.schedule import lower
+from rooms.engine import lower
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 quickly = settings(

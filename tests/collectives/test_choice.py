@@ -15,8 +15,8 @@ from gradwire.codecs import TBQ, Codec, RandomK
 from gradwire.codecs import get as get_codec
 from gradwire.collectives import check_defined, check_feedback
 from gradwire.engine import Communicator
-from gradwire.engine.topology import numbered
 from ranks import as_processes, as_threads, caught
+from rooms.engine import numbered
 
 A, B, C = b"a", b"b", b"c"
 

@@ -12,14 +12,21 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
-from gradwire.collectives import Operation, placement
-from gradwire.collectives.calls import Calls, Step, covered_messages
-from gradwire.collectives.compile import Capabilities, CollectiveLayout, Program, compile
+from gradwire.collectives import Operation
 from gradwire.engine import HEADER_BYTES, Kind
-from gradwire.engine.message import ALIGNMENT
-from gradwire.engine.topology import Topology
 from gradwire.lang import layout
 from gradwire.partition import Spec
+from rooms.collectives import (
+    Calls,
+    Capabilities,
+    CollectiveLayout,
+    Program,
+    Step,
+    compile,
+    covered_messages,
+    placement,
+)
+from rooms.engine import ALIGNMENT, Topology
 
 quickly = settings(
     max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)

@@ -13,12 +13,11 @@ import gradwire as gw
 from gradwire import QSGD, ConfigError
 from gradwire.algorithms import OF
 from gradwire.collectives import Operation
-from gradwire.collectives.legal import LEGAL, Legal
-from gradwire.collectives.operation import OPS, REDUCING, VERBS
 from gradwire.engine import Communicator
 from gradwire.lang import Codec
 from gradwire.transport import Hub
 from ranks import as_threads, caught
+from rooms.collectives import LEGAL, OPS, REDUCING, VERBS, Legal
 from typed_values import EVERY_DTYPE, check_group, generator, same_bits, values
 
 ODD = [torch.uint16, torch.float8_e4m3fn]  # dtypes that are only copied

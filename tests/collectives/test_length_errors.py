@@ -14,6 +14,7 @@ from gradwire import Codec, CodecError, Options
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.transport import Hub
 from ranks import as_threads, caught
+from rooms.collectives import placement
 
 
 class Corrupt:
@@ -116,7 +117,7 @@ def test_counts_that_lie_are_refused_without_a_checksum() -> None:
 
 def test_lengths_that_lie_are_refused_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is read in place: its counts, then the header's length."""
-    monkeypatch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
+    monkeypatch.setattr(placement, "BORROWED_BYTES", 0)
 
     def error(place: slice) -> str:
         def change(message: np.ndarray) -> None:

@@ -20,7 +20,7 @@ import torch
 from fifo import FifoHub
 from golden.runs import WAYS
 from gradwire import Codec, Options, algorithms, codecs
-from gradwire.collectives import Item, packing, prepare, prepared
+from gradwire.collectives import Item, prepare
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.lang import encode, layout, rng
 from gradwire.partition import Spec, partition
@@ -28,6 +28,7 @@ from gradwire.transport import Hub
 from laws.travelling import Machine
 from products import exhaustive, one_in
 from ranks import WORLD_SIZES, as_threads
+from rooms.collectives import job, packing, placement, prepared
 from transport.shm_ends import ends
 
 SIZES = [1, 17, 0, 129, 1000, 20_000, 5, 1025]
@@ -206,12 +207,12 @@ def test_staged_and_borrowed_messages_change_no_bit(
 
     plain = as_threads(3, body)
     with monkeypatch.context() as changed:
-        changed.setattr("gradwire.collectives.job.is_staged", lambda device: True)
+        changed.setattr(job, "is_staged", lambda device: True)
         for staged, expected in zip(as_threads(3, body), plain, strict=True):
             assert all(map(torch.equal, staged.tensors, expected.tensors))
             assert staged.counted == expected.counted
             assert staged.left == 0
-    monkeypatch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
+    monkeypatch.setattr(placement, "BORROWED_BYTES", 0)
     hub = Hub(3, lends=True)
     spy = hub.corrupt = Spy()
     over_hub = as_threads(3, body, hub)

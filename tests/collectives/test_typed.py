@@ -12,11 +12,11 @@ from fifo import FifoHub
 from gradwire import QSGD, Codec, Options, all_gather, all_reduce, broadcast, reduce_scatter
 from gradwire.codecs import OneBit, TopK
 from gradwire.collectives import Item, Operation, prepare
-from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Communicator
 from laws.ways import WAYS
 from products import exhaustive
 from ranks import as_threads
+from rooms.collectives import uncompressed
 from typed_values import (
     DTYPES,
     EVERY_DTYPE,

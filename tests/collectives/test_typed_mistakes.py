@@ -19,11 +19,11 @@ from gradwire.collectives import (
     ReduceScatter,
     Request,
 )
-from gradwire.collectives.calling import begin
 from gradwire.engine import Communicator
 from gradwire.lang import Exact
 from gradwire.transport import Hub
 from ranks import as_threads, caught
+from rooms.collectives import begin
 from typed_values import check_group
 
 # ---- mistakes that all ranks make

@@ -28,7 +28,6 @@ from gradwire.collectives import (
     prepare,
     start_round,
 )
-from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -36,6 +35,7 @@ from gradwire.transport import Hub
 from gradwire.transport.loopback import Loopback
 from products import EXHAUSTIVE
 from ranks import as_threads, caught
+from rooms.collectives import uncompressed
 from stress.slow import Delays, Slow
 from typed_values import check_reduced, generator, same_bits, values
 

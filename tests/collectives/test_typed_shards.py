@@ -12,9 +12,9 @@ import torch
 
 from gradwire import Options
 from gradwire.collectives import AllGather, ReduceScatter, Request, prepare
-from gradwire.collectives.calling import begin
 from gradwire.engine import Communicator
 from ranks import as_threads
+from rooms.collectives import begin
 from typed_values import generator, same_bits, values
 
 

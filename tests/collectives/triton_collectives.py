@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lang"))
 
 from triton_checks import patch_once
 
-import gradwire.collectives.job as job_module
-import gradwire.collectives.placement as arena_module
 from fifo import FifoBatch, FifoHub
 from gradwire import Options, all_reduce
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.lang import gpu
 from gradwire.transport import Hub
 from ranks import as_threads, caught
+from rooms.collectives import job as job_module
+from rooms.collectives import placement as arena_module
 
 RANKS = 4
 _one_at_a_time = threading.Lock()

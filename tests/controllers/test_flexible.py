@@ -11,8 +11,8 @@ import pytest
 from gradwire.aggregators import ARTopK, LWTopK
 from gradwire.controllers.flexible import DENSITIES, Candidate, knee, search
 from gradwire.errors import ConfigError
-from gradwire.integrations.sparse_methods import ALGORITHMS, method_of, selected_from
 from gradwire.planner.costs import sparse_collectives
+from rooms.integrations import ALGORITHMS, method_of, selected_from
 
 pytest.importorskip("pymoo")
 

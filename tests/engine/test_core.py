@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from gradwire.algorithms import REGISTRY
-from gradwire.engine.core import Action, Core, Do, Place, Run
-from gradwire.engine.graph import Graph
+from gradwire.engine import Graph
+from rooms.engine import Action, Core, Do, Place, Run
 
 
 class Driver:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from gradwire.engine import HEADER_BYTES
-from gradwire.engine.headers import Headers
-from gradwire.engine.message import Envelope, check, seal
+from rooms.engine import Envelope, Headers, check, seal
 
 NBYTES = [64, 1072, 48 + 16, 4144]
 CALL = Envelope(plan=(1 << 63) + 9, sequence=(5 << 32) + 7, segment=0, chunk=0, call=11)

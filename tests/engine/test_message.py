@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradwire.engine.message import HEADER_BYTES, Envelope, check, seal
+from gradwire.engine import HEADER_BYTES
 from gradwire.errors import CodecError
+from rooms.engine import Envelope, check, seal
 
 ENVELOPE = Envelope(plan=0xFEDCBA9876543210, sequence=7, segment=2, chunk=3)
 

@@ -18,17 +18,15 @@ from gradwire import QSGD, Codec, CodecError, Identity, Options
 from gradwire.algorithms import REGISTRY
 from gradwire.codecs import TopK
 from gradwire.collectives import Item, prepare
-from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.engine import Communicator, Graph, Issue, Outcome
-from gradwire.engine.cuda_streams import StreamFuture
-from gradwire.engine.pool import Pools
-from gradwire.engine.schedule import Wave, lower
 from gradwire.lang import rng
 from gradwire.lang.gpu import Mark, Verdict
 from gradwire.lang.kernels import Kernels
 from gradwire.partition import Spec
 from gradwire.transport import Hub
 from gradwire.transport.link import Posting
+from rooms.collectives import OrderedJob
+from rooms.engine import Pools, StreamFuture, Wave, lower
 
 KEYS = rng.Keys(0, 0)
 CPU = torch.device("cpu")

@@ -7,17 +7,9 @@ import random
 import pytest
 
 from gradwire.engine import Communicator
-from gradwire.engine.identity import (
-    LAYOUTS,
-    MOST_WINDOW,
-    RANGES,
-    TAGS,
-    call_tag,
-    scope_tag,
-)
-from gradwire.engine.tag_ranges import TagRanges
 from gradwire.errors import ConfigError
 from gradwire.transport import Hub
+from rooms.engine import LAYOUTS, MOST_WINDOW, RANGES, TAGS, TagRanges, call_tag, scope_tag
 
 
 def test_messages_within_the_windows_have_tags_of_their_own() -> None:

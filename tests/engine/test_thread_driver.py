@@ -15,12 +15,13 @@ import torch
 
 from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
 from gradwire.collectives import Collective, Item, prepare
-from gradwire.collectives.job import Job
-from gradwire.engine import Communicator, Engine, Outcome, workers
+from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
 from ranks import as_threads, caught
+from rooms.collectives import Job
+from rooms.engine import workers
 
 KEYS = rng.Keys(0, 0)
 

@@ -9,11 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from gradwire.engine import Communicator, watchdog
-from gradwire.engine.owner import Issue
-from gradwire.engine.watchdog import Watchdog
+from gradwire.engine import Communicator, Issue
 from gradwire.errors import TransportError
 from gradwire.transport import Hub
+from rooms.engine import Watchdog, watchdog
 
 
 class Comm:

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from gradwire.engine import workers as workers_module
-from gradwire.engine.workers import Workers
+from rooms.engine import Workers
+from rooms.engine import workers as workers_module
 
 
 def test_finish_waits_for_what_runs() -> None:

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gradwire as gw
 from fifo import FifoHub
 from gradwire.engine import Communicator, Graph, Issue, Kind
-from gradwire.engine.schedule import lower
 from gradwire.groups import communicator
 from gradwire.transport import Hub
+from rooms.engine import lower
 
 SEGMENTS, NBYTES, JOBS = 6, 1 << 20, 5
 

@@ -14,16 +14,11 @@ import torch
 
 import gradwire as gw
 from gradwire.engine import Communicator
-from gradwire.integrations import automatic
-from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.auto import WantedSetting
-from gradwire.integrations.automatic import Automatic
-from gradwire.integrations.choices import policy_of
-from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.links import Links
 from gradwire_tools.sim import Curves
 from ranks import as_threads
+from rooms.integrations import Adaptation, Automatic, Switch, WantedSetting, automatic, policy_of
 
 CODED = WantedSetting("qsgd:bits=4", rank=2, seconds=1.0)
 HALF = WantedSetting("bf16", rank=1, seconds=1.0)

@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from gradwire.integrations import backend
-from gradwire.integrations.backend_entry import autoload
-from gradwire.integrations.backend_scope import lacking
-from gradwire.integrations.backend_settings import from_environment
 from gradwire.lang import gpu
 from products import EXHAUSTIVE, one_in
+from rooms.integrations import autoload, backend, from_environment, lacking
 
 
 def test_every_variable_is_read() -> None:

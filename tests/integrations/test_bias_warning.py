@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations import bias
 from ranks import all_pass, caught
+from rooms.integrations import bias, uncompiled
 
 
 def mlp() -> nn.Sequential:
@@ -181,7 +181,7 @@ def dropped_in(rank: int) -> None:
     assert "gw.register error_feedback=True" in message
     model = DDP(mlp(), process_group=dist.new_group(backend="gradwire"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradwire.integrations.uncompiled.uncompiled", lambda codecs: "for a test")
+        patch.setattr(uncompiled, "uncompiled", lambda codecs: "for a test")
         said = told(lambda: model(torch.ones(3, 20)).sum().backward(), "no compiled kernels")
     assert len(said) == 1
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations import scatters
 from ranks import all_pass
+from rooms.integrations import scatters
 
 LATE_S = 0.3
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations.wrapped import original, plain_name, plain_names
 from products import EXHAUSTIVE
 from ranks import all_pass, as_processes, caught
+from rooms.integrations import original, plain_name, plain_names
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 

@@ -20,11 +20,10 @@ import gradwire as gw
 from gradwire.aggregators import Aggregator, Context, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
-from gradwire.integrations.metrics import Metrics, Sampler
-from gradwire.integrations.saved import Saved, members_of
 from gradwire.planner import Rules, make_plan
 from products import EXHAUSTIVE
 from ranks import all_pass, as_processes
+from rooms.integrations import Metrics, Sampler, Saved, members_of
 
 pytestmark = pytest.mark.multiprocess
 

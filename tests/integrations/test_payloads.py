@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 import gradwire as gw
-from gradwire.integrations.fsdp import Piece
-from gradwire.integrations.payloads import Payloads, _most
 from gradwire.lang import layout
 from gradwire.planner.weights import weight_codec
+from rooms.integrations import Payloads, Piece, _most
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,8 @@ import torch
 
 import gradwire as gw
 from gradwire.aggregators import Compressed, PowerSGD
-from gradwire.integrations.choices import targets_of
-from gradwire.integrations.replan import CHECKS
 from gradwire.planner import Rules, make_plan
+from rooms.integrations import CHECKS, targets_of
 
 SCHEDULES = [
     gw.Replan(),

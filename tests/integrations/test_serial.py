@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.engine.workers import Workers
-from gradwire.integrations.serial import Serial
+from rooms.engine import Workers
+from rooms.integrations import Serial
 
 
 def test_what_fails_does_not_stop_what_follows() -> None:

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.aggregators import Compressed, Dense, PowerSGD
-from gradwire.integrations.summary import short
 from products import EXHAUSTIVE
 from ranks import all_pass
+from rooms.integrations import short
 
 
 def mlp(width: int = 400) -> nn.Sequential:

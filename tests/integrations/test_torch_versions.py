@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.integrations import torch_versions
-from gradwire.integrations.backend import Group
+from rooms.integrations import Group, torch_versions
 
 SOURCE = Path(gradwire.__file__).parent
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.integrations import weighing
-from gradwire.integrations.turns import UNTIMED, PlanTurns
-from gradwire.integrations.weighing import MOST, priorities, together
+from rooms.integrations import MOST, UNTIMED, PlanTurns, priorities, together, weighing
 
 
 def test_the_last_bucket_counts_most() -> None:

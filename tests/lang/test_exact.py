@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.engine.message import ALIGNMENT, align
 from gradwire.lang import ROW, Exact, decode, encode, kernels
 from gradwire.lang.exact_forms import PIECE
 from gradwire.lang.forms import FORMS
+from rooms.engine import ALIGNMENT, align
 
 SIZES = [0, 1, 15, 17, 1023, 1025]
 RANKS = [1, 2, 3, 5]

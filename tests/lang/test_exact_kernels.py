@@ -13,10 +13,10 @@ from test_exact import ANY, FEEDBACK, PAIRS, REDUCING, SIZES, Memory
 
 import gradwire
 from gradwire import codecs
-from gradwire.engine.message import ALIGNMENT
 from gradwire.errors import ConfigError
 from gradwire.lang import Exact, fingerprint, kernels, layout
 from gradwire.partition import Spec, partition
+from rooms.engine import ALIGNMENT
 
 
 def test_the_layout_is_the_values() -> None:

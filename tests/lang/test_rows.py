@@ -14,10 +14,9 @@ from gradwire.aggregators.local import run_local
 from gradwire.aggregators.local_codecs import Ends
 from gradwire.codecs import OneBit
 from gradwire.errors import CodecError, ConfigError
-from gradwire.integrations.fsdp import Piece
-from gradwire.integrations.payloads import Payloads
 from gradwire.lang import ROW, KernelCall, Series, kernels
 from gradwire.lang.lowrank import Compiled, Factored
+from rooms.integrations import Payloads, Piece
 
 
 def refused(said: str, call: Callable[..., Any], *given: Any, **more: Any) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from gradwire import Options
 from gradwire.collectives import Request, prepare
-from gradwire.collectives.calling import begin
 from gradwire.engine import Communicator
+from rooms.collectives import begin
 
 # the machine of each of n ranks
 MACHINES: dict[str, Any] = {

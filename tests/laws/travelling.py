@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fifo import FifoHub
 from gradwire.transport import Hub
+from rooms.collectives import job, placement
 from transport.shm_ends import ends
 
 MESSAGES = ["queues", "staged", "borrowed", "shm", "in_order"]
@@ -44,9 +45,9 @@ def travelling(messages: str, n: int, sent: Counter[int], lazy: bool) -> Iterato
 
     with pytest.MonkeyPatch.context() as patch:
         if messages in ("borrowed", "shm"):
-            patch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
+            patch.setattr(placement, "BORROWED_BYTES", 0)
         if messages == "staged":  # separate memory for kernels, as on a GPU
-            patch.setattr("gradwire.collectives.job.is_staged", lambda device: True)
+            patch.setattr(job, "is_staged", lambda device: True)
         if messages == "shm":
             with ends(n) as made:
                 yield {"hub": Machine(made)}

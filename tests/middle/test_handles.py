@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations.hook import hook_state
 from products import EXHAUSTIVE
 from ranks import all_pass
+from rooms.integrations import hook_state
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess

@@ -15,8 +15,8 @@ from together import Check, together
 
 import gradwire as gw
 from gradwire.controllers import Policy
-from gradwire.integrations import deciding
 from ranks import caught
+from rooms.integrations import deciding
 
 pytestmark = pytest.mark.multiprocess
 

@@ -25,10 +25,8 @@ from together import together
 import gradwire as gw
 from ends import ends
 from gradwire.controllers import Budget, Layer, Policy
-from gradwire.integrations import deciding
-from gradwire.integrations.deciding import Decider
-from gradwire.integrations.switch import Switch
 from products import EXHAUSTIVE, one_in
+from rooms.integrations import Decider, Switch, deciding
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,11 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations import automatic
-from gradwire.integrations.auto import WantedSetting
 from gradwire.planner.links import Links
 from gradwire_tools.sim import Curves, kernel_costs
 from ranks import caught
+from rooms.integrations import WantedSetting, automatic
 
 pytestmark = pytest.mark.multiprocess
 

@@ -22,11 +22,11 @@ import gradwire as gw
 from ends import ends
 from gradwire.engine import Engine
 from gradwire.groups import communicator
-from gradwire.integrations import full_state
 from gradwire.planner.links import measure_links
 from leftovers import until
 from products import one_in
 from ranks import as_processes, caught
+from rooms.integrations import full_state
 
 pytestmark = pytest.mark.multiprocess
 

@@ -16,10 +16,10 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.errors import ConfigError
-from gradwire.integrations import flexible as flexible_module
-from gradwire.integrations.memory_checkpoint import MemoryCheckpoint
 from gradwire.planner.links import Links
 from ranks import caught
+from rooms.integrations import MemoryCheckpoint
+from rooms.integrations import flexible as flexible_module
 
 pytestmark = pytest.mark.multiprocess
 

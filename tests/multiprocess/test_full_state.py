@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.groups import communicator
-from gradwire.integrations.full_state import StateGather
 from ranks import caught
+from rooms.integrations import StateGather
 
 pytestmark = pytest.mark.multiprocess
 

@@ -24,8 +24,8 @@ from together import together
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations.auto import WantedSetting
 from ranks import caught
+from rooms.integrations import WantedSetting
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from ends import ends
-from gradwire.integrations.backward import in_backward
 from products import one_in
 from ranks import caught
+from rooms.integrations import in_backward
 
 pytestmark = pytest.mark.multiprocess
 

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations import deciding
 from ranks import caught
+from rooms.integrations import deciding
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,8 +15,8 @@ from together import together
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
-from gradwire.integrations.switch import Switch
 from ranks import caught
+from rooms.integrations import Switch
 
 pytestmark = pytest.mark.multiprocess
 

@@ -29,9 +29,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from unfit_weights import a_mask_is_gathered_as_it_is, values_that_no_codec_holds_may_come_later
 
 import gradwire as gw
-from gradwire.integrations import sharded_attach
 from gradwire.planner.weights import KEEP
 from products import EXHAUSTIVE
+from rooms.integrations import sharded_attach
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
 from gradwire.codecs import HardThreshold, ThreeLC, TopK
-from gradwire.collectives import Item, Options, placement, prepare
+from gradwire.collectives import Item, Options, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import layout, rng
 from gradwire.partition import Spec
@@ -34,6 +34,7 @@ from gradwire.transport import (
 from leftovers import until
 from products import EXHAUSTIVE
 from ranks import as_processes
+from rooms.collectives import placement
 
 pytestmark = pytest.mark.multiprocess
 

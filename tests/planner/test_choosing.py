@@ -11,7 +11,6 @@ import pytest
 import gradwire as gw
 from gradwire import ConfigError, Options, codecs
 from gradwire.codecs import QSGD, TopK
-from gradwire.integrations import auto
 from gradwire.lang import Codec
 from gradwire.planner import choice
 from gradwire.planner.choice import (
@@ -29,6 +28,7 @@ from gradwire.planner.selective import decisions
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
+from rooms.integrations import auto
 
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 CODEC = QSGD(bits=4)

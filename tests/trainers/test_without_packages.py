@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.integrations.trainers.given import stand_in
+from rooms.integrations import stand_in
 
 TRAINERS = {
     "lightning": ["lightning", "lightning.pytorch", "pytorch_lightning"],

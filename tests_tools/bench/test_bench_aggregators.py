@@ -11,9 +11,10 @@ import torch
 from bench_runs import refused
 
 from gradwire.aggregators import PowerSGD, registry
+from gradwire_tools.bench import tasks
 from gradwire_tools.bench.micro import aggregators
 from gradwire_tools.bench.micro.aggregators import _Measured
-from gradwire_tools.bench.train import methods, tasks
+from gradwire_tools.bench.train import methods
 from gradwire_tools.bench.train.methods import Traffic
 
 METHODS = ["torch-powersgd:rank=2", "powersgd:rank=2", "qsgd:bits=4", "torch-fp16-hook"]

@@ -15,11 +15,11 @@ from rich.console import Console
 from test_train_sharded import SHARDED, STEPS, numel, sizes
 
 from gradwire_tools.bench.paper import grids
+from gradwire_tools.bench.quantities import seconds
 from gradwire_tools.bench.sharded import sharded_methods
 from gradwire_tools.bench.sharded.sharded_comms import TorchGather, TorchScatter, kept
 from gradwire_tools.cli import program
 from gradwire_tools.predict.simulate_sharded import sent_by
-from gradwire_tools.report.quantities import seconds
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.kernel_costs import FORMS
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded

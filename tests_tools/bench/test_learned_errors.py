@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.integrations.learning import SMALLEST
 from gradwire.lang.kernels import decode, encode
 from gradwire_tools.bench.sharded import sharded_methods
 from gradwire_tools.bench.sharded.sharded_run import ShardedRun
-from gradwire_tools.bench.train.tasks import get
+from gradwire_tools.bench.tasks import get
 from products import EXHAUSTIVE
 from ranks import as_processes
+from rooms.integrations import SMALLEST
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.engine.trace import WIRE, Span
+from gradwire.engine import Span
 from gradwire_tools.bench.micro import profile
 from gradwire_tools.bench.micro.profile import _had_to_wait
+from rooms.engine import WIRE
 
 PARTS = [
     *("hook", "compute", "inbound", "outbound", "python", "queueing", "wire", "kernels", "bucket"),

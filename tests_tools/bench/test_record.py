@@ -12,9 +12,9 @@ import torch
 from bench_runs import refused
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench import tasks
 from gradwire_tools.bench.adapt import record
 from gradwire_tools.bench.adapt.recording import MANIFEST, Recording
-from gradwire_tools.bench.train import tasks
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 16, "heads": 2, "context": 16},

@@ -32,7 +32,8 @@ from report_rows import (
 
 from gradwire.errors import ConfigError
 from gradwire_tools import report
-from gradwire_tools.report import page, quantities
+from gradwire_tools.bench import quantities
+from gradwire_tools.report import page
 
 
 class Page(html.parser.HTMLParser):

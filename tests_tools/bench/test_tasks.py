@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_runs import refused
 
-from gradwire_tools.bench.train import tasks
+from gradwire_tools.bench import tasks
 
 GPT: dict[str, Any] = {
     "layers": 1, "width": 32, "heads": 2, "context": 16, "validation_sequences": 37

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench_runs import refused
 
-from gradwire_tools.bench.train.tasks import image_data, source_text, word_text
+from gradwire_tools.bench.tasks import image_data, source_text, word_text
 
 
 def test_source_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from bench_runs import refused
 
 from gradwire_tools import lab
 from gradwire_tools.bench.train import methods, train
-from gradwire_tools.bench.train.demo import RATES, fastest
 from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.demo import RATES, fastest
 
 
 def test_methods_are_parsed() -> None:

@@ -13,8 +13,8 @@ from gradwire.lang import layout
 from gradwire.planner.weights import WeightRules
 from gradwire_tools.bench.sharded import sharded_methods
 from gradwire_tools.bench.sharded.sharded_run import layers
+from gradwire_tools.bench.tasks import get
 from gradwire_tools.bench.train import train
-from gradwire_tools.bench.train.tasks import get
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.kernel_costs import FORMS

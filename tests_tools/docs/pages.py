@@ -20,7 +20,7 @@ NUMBER = r"(?<![\w.,:=/#-])\d+(?:[.,]\d+)*"
 # Settings of a network (1gbit,1ms; 10 Gbit/s) are no results, so Gbit/s is not among the units.
 UNITS = r"(?: ?(?:ms|s|us|µs|ns|min|minutes|GB/s|MB/s|%|times)|x)"
 FIGURE = re.compile(rf"{NUMBER}(?: to {NUMBER})?{UNITS}(?![\w/])")
-PROOF = re.compile(r"^(?:src|tests|scripts|examples)/\S+\.(?:py|c|h)$")
+PROOF = re.compile(r"^(?:src|tests|tests_tools|scripts|examples)/\S+\.(?:py|c|h)$")
 
 
 @dataclass(frozen=True)

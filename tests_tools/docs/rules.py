@@ -6,8 +6,9 @@
    extra of `pip install gradwire[...]`, a script with a folder in its path.
 3. A figure (a number with a unit of time, speed, share or ratio, outside blocks and backticks)
    stands in a section that names, in backticks or in a block, the command that prints it; or, where
-   nothing is measured and the figure is fixed, the file in src, tests, scripts or examples that
-   fixes it. A section ends where the next heading begins. Internals and the changelog are free.
+   nothing is measured and the figure is fixed, the file in src, tests, tests_tools, scripts or
+   examples that fixes it. A section ends where the next heading begins. Internals and the changelog
+   are free.
 4. A page of docs says at its start what the reader can do after it.
 
 That every Python block runs is for blocks.py.
@@ -93,7 +94,7 @@ def command_error(command: str) -> str | None:
     if program == "torchrun" and (wrong := _nodes(arguments)):
         return wrong
     for word in arguments:  # scripts of the repository, by their folder
-        if re.match(r"(?:examples|scripts|src|tests|bench)/\S*\.py$", word):
+        if re.match(r"(?:examples|scripts|src|tests|tests_tools|bench)/\S*\.py$", word):
             return None if (ROOT / word).exists() else f"{word}: no such file"
     return None
 

@@ -22,7 +22,7 @@ OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FOR_USERS = [*OTHERS, *(path for path in PAGES if INTERNALS not in path.parents)]
 SOURCES = [
     path
-    for folder in ("src", "tests", "examples", "scripts")
+    for folder in ("src", "tests", "tests_tools", "examples", "scripts")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".c", ".h") and path.parent != Path(__file__).parent
 ]

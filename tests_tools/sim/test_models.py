@@ -10,7 +10,7 @@ import torch.distributed as dist
 from machines import IDENTITY, QSGD
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.train.tasks.gpt import Gpt
+from gradwire_tools.bench.tasks.gpt import Gpt
 from gradwire_tools.sim import models
 from gradwire_tools.sim.buckets import ddp_buckets
 

@@ -14,9 +14,7 @@ from machines import FORMS, FREE, GBIT, USUAL
 
 from command_line import rows_of, wrongly_refused
 from gradwire import Options, codecs
-from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine import HEADER_BYTES
-from gradwire.engine.topology import Topology
 from gradwire.lang import layout
 from gradwire.partition import Spec
 from gradwire_tools.bench.sharded import sharded_methods
@@ -26,6 +24,8 @@ from gradwire_tools.sim.models import Shapes
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
 from gradwire_tools.sim.training import Compute, Start, Times, Waits, order
+from rooms.collectives import Capabilities, CollectiveLayout, compile
+from rooms.engine import Topology
 
 # Rows that no number of ranks divides, fewer rows than ranks, small and flat parameters.
 BLOCK: Shapes = ((103, 64), (103,), (3, 2048), (64, 10))

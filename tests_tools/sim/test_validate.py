@@ -7,7 +7,7 @@ from machines import USUAL
 
 from gradwire.errors import ConfigError
 from gradwire_tools import lab
-from gradwire_tools.predict import validate
+from gradwire_tools.bench.paper import validate
 from products import EXHAUSTIVE
 
 KEYS = {

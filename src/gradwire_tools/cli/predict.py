@@ -65,9 +65,9 @@ def sim(
     json_file: Json = None,
 ) -> None:
     """Predict what a step's collectives take, on simulated networks."""
+    from gradwire_tools.bench.paper import validate as validation
     from gradwire_tools.bench.sharded import sharded_methods
     from gradwire_tools.predict import simulate, simulate_sharded
-    from gradwire_tools.predict import validate as validation
 
     of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
     for option, given in of_sharded.items():

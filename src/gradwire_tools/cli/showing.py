@@ -19,7 +19,7 @@ def demo(
     json_file: Json = None,
 ) -> None:
     """Train a GPT over a slow emulated network, with and without gradwire (3 minutes)."""
-    from gradwire_tools.bench.train import demo as demonstration
+    from gradwire_tools import demo as demonstration
 
     writable("--output", page)
     with output(json_file) as out:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradwire_tools.bench.quantities import DASH, digits
 from gradwire_tools.report import svg
 from gradwire_tools.report.bars import dots
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.lines import Axes, Line, lines
 from gradwire_tools.report.parts import Figure, Question, Section, Table, table
-from gradwire_tools.report.quantities import DASH, digits
 from gradwire_tools.report.rows import grouped
 
 _GAIN = "How many times fewer bytes than the uniform plan, at equal error?"

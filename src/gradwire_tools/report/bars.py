@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire_tools.report import quantities, svg
+from gradwire_tools.bench import quantities
+from gradwire_tools.report import svg
 
 _RIGHT = 330.0  # of the longest bar; the values stand beyond it
 _NAMES = 128.0  # the column of names beside dots

@@ -5,14 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwire_tools.bench.train.baselines import FULL, SIXTEEN_BIT
-from gradwire_tools.report import svg
-from gradwire_tools.report.bars import Bar, bars, dots
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lines import Axes, Line, lines
-from gradwire_tools.report.noise import Verdict, by_spreads, spread_of
-from gradwire_tools.report.parts import Figure, Question, Section, table
-from gradwire_tools.report.quantities import (
+from gradwire_tools.bench.quantities import (
     DASH,
     digits,
     faster,
@@ -22,6 +15,13 @@ from gradwire_tools.report.quantities import (
     seconds,
     than,
 )
+from gradwire_tools.bench.train.baselines import FULL, SIXTEEN_BIT
+from gradwire_tools.report import svg
+from gradwire_tools.report.bars import Bar, bars, dots
+from gradwire_tools.report.kinds import Row
+from gradwire_tools.report.lines import Axes, Line, lines
+from gradwire_tools.report.noise import Verdict, by_spreads, spread_of
+from gradwire_tools.report.parts import Figure, Question, Section, table
 from gradwire_tools.report.rows import grouped
 
 _AVERAGING = "What does a method cost in CPU time?"

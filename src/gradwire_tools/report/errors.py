@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from gradwire_tools.bench.quantities import digits, plural, reach
 from gradwire_tools.report import svg
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.lines import Axes, Line, lines
 from gradwire_tools.report.parts import Figure, Question, Section, Table, table
-from gradwire_tools.report.quantities import digits, plural, reach
 from gradwire_tools.report.rows import grouped, run_of
 
 _STEP = "How far is a step's average from the exact mean, at how many bits?"

@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gradwire_tools.bench.quantities import DASH, faster
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.noise import Verdict, by_seeds, paired
-from gradwire_tools.report.quantities import DASH, faster
 from gradwire_tools.report.rows import grouped
 
 Times = Sequence[float | None]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gradwire_tools.bench.quantities import DASH, network, plural, rate
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report import gain, heat, origin
 from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.parts import Figure, Question, Section, Table
-from gradwire_tools.report.quantities import DASH, network, plural, rate
 from gradwire_tools.report.rows import grouped, run_of, split
 
 _TITLE = "Where does compression pay, and where does it not?"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradwire_tools.bench.quantities import times
 from gradwire_tools.report import svg
 from gradwire_tools.report.gain import Gain, Standing, strength
-from gradwire_tools.report.quantities import times
 
 STRONGEST = 0.55  # opacity at which text still reads on a tile
 _WEAKEST = 0.12

@@ -6,14 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report import gain, svg
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lengths import length
-from gradwire_tools.report.lines import Axes, Line, lines
-from gradwire_tools.report.noise import Verdict, by_seeds, paired
-from gradwire_tools.report.parts import Figure, Question, table
-from gradwire_tools.report.quantities import (
+from gradwire_tools.bench.lengths import length
+from gradwire_tools.bench.quantities import (
     DASH,
     digits,
     faster,
@@ -23,6 +17,12 @@ from gradwire_tools.report.quantities import (
     seconds,
     than,
 )
+from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.report import gain, svg
+from gradwire_tools.report.kinds import Row
+from gradwire_tools.report.lines import Axes, Line, lines
+from gradwire_tools.report.noise import Verdict, by_seeds, paired
+from gradwire_tools.report.parts import Figure, Question, table
 from gradwire_tools.report.rows import grouped
 
 TITLE = "How long until the model reaches the baseline's loss?"

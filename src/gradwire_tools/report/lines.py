@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradwire_tools.bench.quantities import short
 from gradwire_tools.report import svg
-from gradwire_tools.report.quantities import short
 from gradwire_tools.report.svg import Stroke
 
 _LEFT, _RIGHT, _PLOT = 40.0, 390.0, 210.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire_tools.bench.interleaved import quartiles
+from gradwire_tools.bench.quantities import DASH, digits, network, plural, reach, seconds, short
 from gradwire_tools.report import svg
 from gradwire_tools.report.bars import Bar, bars
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.lines import Axes, Line, lines
 from gradwire_tools.report.parts import Figure, Question, Section, table
-from gradwire_tools.report.quantities import DASH, digits, network, plural, reach, seconds, short
 
 _PAYS = "Does compression pay here?"
 _VERDICT = "verdict"

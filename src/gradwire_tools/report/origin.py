@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire_tools.bench.quantities import DASH, network, plural
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.parts import Question, Section, Table
-from gradwire_tools.report.quantities import DASH, network, plural
 from gradwire_tools.report.rows import grouped
 
 _SHARED = ("commit", "gradwire", "machine", "torch", "Python")  # may be told once for all runs

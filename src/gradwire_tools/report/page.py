@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench.quantities import digits, network, plural, spelled
 from gradwire_tools.report import (
     adapting,
     costs,
@@ -28,7 +29,6 @@ from gradwire_tools.report import (
 )
 from gradwire_tools.report.kinds import Row, check
 from gradwire_tools.report.parts import Question, Section, Table
-from gradwire_tools.report.quantities import digits, network, plural, spelled
 from gradwire_tools.report.rows import grouped, read, sort, split
 
 TITLE = "gradwire benchmark report"

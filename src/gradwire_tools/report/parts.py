@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradwire_tools.bench.quantities import DASH, spelled
 from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.quantities import DASH, spelled
 
 _UNIT = r"%|[kMGµmn]?(s|B|bit/s|B/s)"
 _NUMBER = re.compile(rf"{DASH}|[-+]?\d[\d.,e+-]*×?( ({_UNIT})( to .*)?)?")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradwire_tools.bench.quantities import DASH, digits, network, percent, percent_of, plural
 from gradwire_tools.report import svg
 from gradwire_tools.report.bars import Bar, bars
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.lines import Axes, Line, lines
 from gradwire_tools.report.parts import Figure, Question, Section, table
-from gradwire_tools.report.quantities import DASH, digits, network, percent, percent_of, plural
 from gradwire_tools.report.rows import grouped
 
 NEAR = 1.15  # times the fastest setting's seconds

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire_tools.bench.quantities import digits, network, percent, seconds, times
 from gradwire_tools.predict.sim_sweep import place
 from gradwire_tools.report import svg
 from gradwire_tools.report.bars import Bar, bars, dots
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.lines import Axes, Line, lines
 from gradwire_tools.report.parts import Figure, Question, Section, table
-from gradwire_tools.report.quantities import digits, network, percent, seconds, times
 from gradwire_tools.report.rows import grouped
 
 _SHARDED = "How long does a step take under FSDP2?"

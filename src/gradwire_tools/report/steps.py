@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report.bars import Bar, bars
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lengths import per_step
-from gradwire_tools.report.noise import Verdict, by_spreads, spread_of
-from gradwire_tools.report.parts import Figure, Question, table
-from gradwire_tools.report.quantities import (
+from gradwire_tools.bench.lengths import per_step
+from gradwire_tools.bench.quantities import (
     DASH,
     digits,
     faster,
@@ -22,6 +17,11 @@ from gradwire_tools.report.quantities import (
     size,
     than,
 )
+from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.report.bars import Bar, bars
+from gradwire_tools.report.kinds import Row
+from gradwire_tools.report.noise import Verdict, by_spreads, spread_of
+from gradwire_tools.report.parts import Figure, Question, table
 
 _TIME = "How long does a step take, and where does it go?"
 _BYTES = "How many bytes are sent?"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from gradwire_tools.report.quantities import short
+from gradwire_tools.bench.quantities import short
 
 WIDTH = 400.0
 PALETTE = ("g0", "t1", "g1", "g3", "g2", "t3", "g4", "t2", "t0")  # neighbours differ most

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradwire_tools.bench import lengths
+from gradwire_tools.bench.quantities import faster, network, percent, plural, than
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report import gain, gains, learning, lengths, origin, steps, utility
+from gradwire_tools.report import gain, gains, learning, origin, steps, utility
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.parts import Question, Section, table
-from gradwire_tools.report.quantities import faster, network, percent, plural, than
 from gradwire_tools.report.rows import grouped, split
 
 _COMPOSED = "Are composed times those of whole runs?"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from gradwire_tools.bench.quantities import digits, plural, seconds
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report import svg
 from gradwire_tools.report.gain import Gain, Standing, judged, left_out, resolutions
 from gradwire_tools.report.kinds import Row
 from gradwire_tools.report.lines import Axes, Line, lines
 from gradwire_tools.report.parts import Figure, Question, Table
-from gradwire_tools.report.quantities import digits, plural, seconds
 from gradwire_tools.report.rows import grouped
 
 TITLE = "How much time does a method save, at which target?"

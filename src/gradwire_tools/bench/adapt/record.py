@@ -28,11 +28,10 @@ import torch
 from torch import nn
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench import memory
+from gradwire_tools.bench import memory, tasks
 from gradwire_tools.bench.adapt.recording import MANIFEST, Recording, save
 from gradwire_tools.bench.provenance import here
-from gradwire_tools.bench.train import tasks
-from gradwire_tools.bench.train.tasks import Task
+from gradwire_tools.bench.tasks import Task
 from gradwire_tools.bench.workers import Advance, unseen
 
 Row = dict[str, Any]

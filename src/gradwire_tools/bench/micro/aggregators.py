@@ -36,11 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import registry
 from gradwire.lang import lowrank
-from gradwire_tools.bench import workers
+from gradwire_tools.bench import tasks, workers
 from gradwire_tools.bench.network.world import several
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.train import methods as method_table
-from gradwire_tools.bench.train import tasks
 from gradwire_tools.lab import Network
 
 _WORKER = "gradwire_tools.bench.micro.aggregators"  # this module, as a program

@@ -22,9 +22,9 @@ from rich import box
 from rich.table import Column, Table
 
 from gradwire.errors import ConfigError, use_one_of
+from gradwire_tools.bench.quantities import DASH, digits, network, seconds, size
 from gradwire_tools.bench.train import train
 from gradwire_tools.bench.train.train_config import TrainConfig
-from gradwire_tools.report.quantities import DASH, digits, network, seconds, size
 
 Row = dict[str, Any]
 Cells = Mapping[tuple[str, str], str]

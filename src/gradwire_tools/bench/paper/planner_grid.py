@@ -40,9 +40,9 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
 from gradwire_tools.bench.network.world import emulable, several
+from gradwire_tools.bench.paper.validate import SWITCH_S
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
-from gradwire_tools.predict.validate import SWITCH_S
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.models import Shapes
 

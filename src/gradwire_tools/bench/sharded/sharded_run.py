@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 import gradwire
 from gradwire_tools.bench.sharded.sharded_comms import TorchGather, TorchScatter
 from gradwire_tools.bench.sharded.sharded_methods import LEARN_AT, ShardedMethod
+from gradwire_tools.bench.tasks import Score, Task
 from gradwire_tools.bench.train.method_run import MethodRun
 from gradwire_tools.bench.train.methods import compiled
-from gradwire_tools.bench.train.tasks import Score, Task
 from gradwire_tools.bench.train.torch_hooks import Applied, Traffic, of_handle
 
 LARGE = 1 << 16  # values of a layer that is a group of its own

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire_tools.bench.tasks import Score, Task
 from gradwire_tools.bench.train.methods import Applied, Method, Traffic
-from gradwire_tools.bench.train.tasks import Score, Task
 
 _COUNTED = ("first", "step", "step_seconds", "link_bytes", "parts", "counted_from")
 # of `Handle.stats`; `plan` counts its versions

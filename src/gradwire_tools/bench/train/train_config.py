@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench import tasks
 from gradwire_tools.bench.sharded import sharded_methods
 from gradwire_tools.bench.sharded.sharded_methods import ShardedMethod
-from gradwire_tools.bench.train import methods, tasks
+from gradwire_tools.bench.train import methods
 from gradwire_tools.bench.train.methods import Method
 from gradwire_tools.lab import Schedule
 

@@ -9,8 +9,8 @@ from typing import Any
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.sharded.sharded_methods import POLICY
+from gradwire_tools.bench.tasks import Task
 from gradwire_tools.bench.train import train_state
-from gradwire_tools.bench.train.tasks import Task
 from gradwire_tools.bench.train.train_config import TrainConfig
 from gradwire_tools.bench.train.train_summary import Summary
 

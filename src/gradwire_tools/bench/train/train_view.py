@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
+from gradwire_tools.bench.lengths import length
+from gradwire_tools.bench.quantities import DASH, digits, seconds, size
 from gradwire_tools.bench.train import train
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.bench.train.train_config import TrainConfig
-from gradwire_tools.report.lengths import length
-from gradwire_tools.report.quantities import DASH, digits, seconds, size
 
 Row = dict[str, Any]
 

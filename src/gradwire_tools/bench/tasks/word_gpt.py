@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire_tools.bench.train.tasks.gpt import Gpt
-from gradwire_tools.bench.train.tasks.source_text import SourceText
-from gradwire_tools.bench.train.tasks.word_text import tokens
+from gradwire_tools.bench.tasks.gpt import Gpt
+from gradwire_tools.bench.tasks.source_text import SourceText
+from gradwire_tools.bench.tasks.word_text import tokens
 
 
 @dataclass(frozen=True)

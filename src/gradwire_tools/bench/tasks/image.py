@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from gradwire.errors import ConfigError, use_one_of
-from gradwire_tools.bench.train.tasks.image_data import ImageData, load
-from gradwire_tools.bench.train.tasks.image_models import CLASSES, ImageNetwork, get_network
-from gradwire_tools.bench.train.tasks.task import Batch, Score, Task
+from gradwire_tools.bench.tasks.image_data import ImageData, load
+from gradwire_tools.bench.tasks.image_models import CLASSES, ImageNetwork, get_network
+from gradwire_tools.bench.tasks.task import Batch, Score, Task
 
 SPLITS = ("iid", "by-class")
 _EVALUATION_BATCH = 250

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gradwire_tools.bench.train.tasks.source_text import SourceText, standard_library
-from gradwire_tools.bench.train.tasks.task import Batch, Score, Task
+from gradwire_tools.bench.tasks.source_text import SourceText, standard_library
+from gradwire_tools.bench.tasks.task import Batch, Score, Task
 
 _EVALUATION_BATCH = 32
 _MOMENTUM = 0.9  # AdamW's first beta

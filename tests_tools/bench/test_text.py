@@ -8,10 +8,10 @@ from gradwire import QSGD, PowerSGD, TopK, all_reduce, codecs
 from gradwire.aggregators import Compressed, Dense, registry
 from gradwire.codecs import variants
 from gradwire.codecs.text import parse
-from gradwire.collectives.calling import codec_of
 from gradwire.errors import ConfigError
-from gradwire.integrations.backend_settings import from_environment
 from gradwire_tools.bench.train import methods
+from rooms.collectives import codec_of
+from rooms.integrations import from_environment
 
 TEXTS = {
     "qsgd": QSGD(),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.train.tasks.source_text import SourceText, standard_library
+from gradwire_tools.bench.tasks.source_text import SourceText, standard_library
 
 BYTES = 256
 _PIECE = re.compile(rb" ?\w+|\n *| +|[^\w\s]|\s", re.ASCII)

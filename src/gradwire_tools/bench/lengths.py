@@ -6,9 +6,11 @@ With `--patience` every run ends by itself: the number of steps differs from see
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.quantities import plural
+from gradwire_tools.bench.quantities import plural
+
+Row = dict[str, Any]
 
 
 def per_step(row: Row, key: str) -> float | None:
