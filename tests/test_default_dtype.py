@@ -45,7 +45,7 @@ from gradwire.controllers import registry as policies
 from gradwire.engine import Communicator
 from gradwire.lang.contraction import worst_error
 from ranks import as_threads
-from test_imports import FILES, SOURCE, parsed
+from test_house import ROOT, modules, parsed
 
 MAKERS = {
     "arange", "as_tensor", "asarray", "complex", "empty", "empty_permuted", "empty_strided", "eye",
@@ -76,13 +76,13 @@ def faults(node: ast.Call, of_torch: set[str]) -> str | None:
 
 def test_every_tensor_says_its_dtype() -> None:
     found = []
-    for path in FILES:
+    for path in modules().values():
         nodes = list(ast.walk(parsed(path)))
         imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "torch"]
         named = {alias.asname or alias.name for n in imports for alias in n.names}
         for node in nodes:
             if isinstance(node, ast.Call) and (what := faults(node, named)):
-                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {what}")
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {what}")
     assert not found, "\n".join(found)
 
 
