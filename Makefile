@@ -10,8 +10,8 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-library test-tools test-all soak mutants lint types unit unit-all test-trainers \
-	test-torch docs docs-check wheel gpu-check debian clean
+.PHONY: demo test test-library test-tools test-all soak mutants lint types bytecode unit unit-all \
+	test-trainers test-torch docs docs-check wheel gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -19,7 +19,7 @@ demo: $(VENV)/.demo
 # Of each product of cases a sample (tests/products.py), with kernels that compile fast. Types are
 # checked while tests wait. `.venv/.passed` then has the commit, if all of it was committed.
 test:
-	@$(MAKE) --no-print-directory -j2 debian lint
+	@$(MAKE) --no-print-directory -j3 debian lint bytecode
 	@$(MAKE) --no-print-directory -j2 types unit
 	@[ -n "$$(git status --porcelain 2>&1)" ] || git rev-parse HEAD > $(VENV)/.passed
 
@@ -39,11 +39,13 @@ IN_PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test-library test-tools: $(VENV)/.test
 	$(BIN)/python scripts/suite.py $(IN_PARALLEL) $(if $(filter %-tools,$@),tests_tools,tests)
 
-# A test that fails runs once more, alone (scripts/suite.py). Bytecode is written once before, not by all
-# workers at once.
+# A test that fails runs once more, alone (scripts/suite.py).
 unit: $(VENV)/.test
-	@$(BIN)/pytest --collect-only -qq >/dev/null || true
 	$(BIN)/python scripts/suite.py $(IN_PARALLEL)
+
+# Of all tests and what they import: written once, not by all workers of xdist at once.
+bytecode: $(VENV)/.test
+	@$(BIN)/pytest --collect-only -qq >/dev/null 2>&1 || true
 
 unit-all: $(VENV)/.test
 	$(BIN)/python scripts/suite.py $(IN_PARALLEL) --exhaustive
