@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from gradwire.errors import ConfigError, TransportError
@@ -145,12 +144,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -269,17 +263,16 @@ class Lab:
         ]
 
     def _build(self) -> str:
-        request: dict[str, Any] = {
-            "nodes": self.nodes,
-            "rate": round(self.net.rate_bits_per_s),
-            "latency_ns": self.net.latency_ns,
-            "delays": self.schedule.delays,
-            "latency_by": self.latency_by,
-        }
-        built = self._ask("build", line=None, **request)
-        if built["latency_by"] == "compile":
-            built = self._ask("build", line=program.delay_line(), **request)
-        return str(built["latency_by"])
+        build = functools.partial(
+            self._ask,
+            "build",
+            nodes=self.nodes,
+            rate=round(self.net.rate_bits_per_s),
+            latency_ns=self.net.latency_ns,
+            latency_by=self.latency_by if self.schedule.delays else "bridge",
+        )
+        built = build(line=None)
+        return str(build(line=program.delay_line()) if built == "compile" else built)
 
     def _ask(self, op: str, fds: Sequence[int] = (), **request: Any) -> Any:
         with self._asking:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TextIO
+from typing import Any, TextIO
 
 from gradwire.errors import ConfigError
 from gradwire_tools.lab.client import Lab, NodeProcess
@@ -100,35 +100,22 @@ def launch(
 
 
 def run_command(
-    argv: Sequence[str],
-    nodes: int,
-    net: str,
-    timeout: float | None = None,
-    output: str = "prefix",
-    log_dir: str | os.PathLike[str] | None = None,
-    grace: float = 30.0,
-    length: float | None = None,
+    argv: Sequence[str], nodes: int, net: str, length: float | None = None, **how: Any
 ) -> int:
     """`gradwire lab run`: `launch`, and one exit code for all nodes, by the shell's conventions.
 
     The exit code of the first node that failed by itself, 128 + the signal if one was killed, 124
     after a timeout, 130 after Ctrl-C, 0 on success. Raises ConfigError as `launch` does.
+
+    Args:
+        how: other arguments of `launch`.
     """
     if not argv:
         raise ConfigError("nothing to run: write the command after --")
     if length is not None and not length > 0:
         raise ConfigError(f"length={length:g}: give a number of seconds above 0")
     try:
-        codes = launch(
-            argv,
-            nodes,
-            Schedule.parse(net),
-            timeout=timeout,
-            output=output,
-            log_dir=log_dir,
-            grace=grace,
-            length=length,
-        )
+        codes = launch(argv, nodes, Schedule.parse(net), length=length, **how)
     except TimeoutError as error:
         print(f"lab: {error}", file=sys.stderr, flush=True)
         return 124
