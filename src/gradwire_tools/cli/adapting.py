@@ -20,9 +20,7 @@ def bench_adapt(
     policies: Annotated[Text, Option(help="NAME:OPTION=VALUE:..., comma-separated.")] = None,
     references: Annotated[
         Text,
-        Option(
-            help="Uniform plans; qsgd:bits=4,topk:density=0.01,powersgd:rank=4 unless given.",
-        ),
+        Option(help="Uniform plans; qsgd:bits=4,topk:density=0.01,powersgd:rank=4 unless given."),
     ] = None,
     families: Annotated[Text, Option(help="Of bits, topk, rank and mixed.")] = None,
     blocks: Annotated[Text, Option(help="Block sizes beside the reference's, as 64,1024.")] = None,

@@ -28,8 +28,7 @@ def bench_train(
     seeds: options.Seeds = "0",
     steps: options.Steps = None,
     patience: Annotated[
-        Whole,
-        Option(help="End a method when its rolling loss did not improve for N evaluations."),
+        Whole, Option(help="End a method when its rolling loss did not improve for N evaluations.")
     ] = None,
     target: Annotated[Real, number("Validation loss to reach.")] = None,
     target_at: Annotated[Real, number("Target: fp32's loss at this share.")] = None,

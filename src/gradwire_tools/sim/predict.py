@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +19,8 @@ from gradwire_tools.sim.buckets import ddp_buckets
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.fabric import Link
-from gradwire_tools.sim.run import Machines, run
+from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
+from gradwire_tools.sim.run import Machines, simulate
 from gradwire_tools.sim.task_times import algorithm_on
 
 
@@ -155,12 +158,18 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     machines = Machines(n, scenario.per_node, link, curves.engine, scenario.cores)
     hop = scenario.net.latency_s + curves.link.overhead
     starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(jobs))]
-    result = run(machines, jobs, ready, rotation, starts)
-    seconds = max(result.ended)
+
+    def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
+        for job, (when, timed) in enumerate(zip(ready, mine, strict=True)):
+            rank.clock.at(starts[rank.number] + when, partial(rank.submit, job, timed))
+
+    ranks, fabric = simulate(machines, jobs, begin, rotation)
+    assert all(len(rank.ended) == len(ready) for rank in ranks), "a rank never finishes"
+    seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
     rounds = algorithm.rounds(n)
     if isinstance(algorithm, Hierarchical):
         rounds = algorithm.rounds_between(n)
-    limit = limit_seconds(scenario.net, scenario.backward, result.moved_bytes[0], rounds)
+    limit = limit_seconds(scenario.net, scenario.backward, fabric.moved[0], rounds)
     return {
         "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
         "numel": numels[-1],
@@ -169,8 +178,8 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         "per_node": scenario.per_node,
         "net": scenario.net.text,
         "seconds": seconds,
-        "compute_seconds": max(result.kernel_seconds),
-        "wire_bytes": result.sent_bytes[0],
+        "compute_seconds": max(rank.kernel_seconds for rank in ranks),
+        "wire_bytes": ranks[0].sent_bytes.total(),
         "limit_seconds": limit,
         "of_limit": None if limit is None or not seconds else limit / seconds,
         "backward_seconds": scenario.backward,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from gradwire_tools.sim.clock import Clock, Cores
 from gradwire_tools.sim.fabric import Fabric, Link
@@ -41,58 +40,6 @@ class Machines:
         return -(-self.world_size // self.ranks)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    Attributes:
-        ended: per job, seconds until the slowest rank had its result, from that rank's start.
-        sent_bytes: per simulated rank, bytes passed to the transport.
-        moved_bytes: per simulated node, bytes that left it.
-        kernel_seconds: per simulated rank.
-    """
-
-    ended: list[float]
-    sent_bytes: list[int]
-    moved_bytes: list[int]
-    kernel_seconds: list[float]
-
-
-def run(
-    machines: Machines,
-    jobs: Sequence[Sequence[TimedGraph]],
-    ready: Sequence[float],
-    rotation: Symmetry | None = None,
-    starts: Sequence[float] | None = None,
-) -> Result:
-    """Run every job on every rank.
-
-    Args:
-        machines: the ranks, and what they run on.
-        jobs: the jobs of each rank, in order; with `rotation`, of the ranks of node 0 alone.
-        ready: per job, the time at which its values are ready, in seconds; non-decreasing.
-        rotation: the symmetry of all graphs; None: simulate all ranks.
-        starts: per rank, the time at which it starts, in seconds; None: all at 0. A rank's times
-            count from its start.
-    """
-    starts = starts or [0.0] * len(jobs)
-
-    def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
-        for job, (when, timed) in enumerate(zip(ready, mine, strict=True)):
-            rank.clock.at(starts[rank.number] + when, partial(rank.submit, job, timed))
-
-    ranks, fabric = simulate(machines, jobs, begin, rotation)
-    for rank in ranks:
-        assert len(rank.ended) == len(ready), f"rank {rank.number} never finishes"
-    own = list(zip(ranks, starts, strict=True))
-    return Result(
-        [max(rank.ended[job] - start for rank, start in own) for job in range(len(ready))],
-        [sum(rank.sent_bytes.values()) for rank in ranks],
-        fabric.moved,
-        [rank.kernel_seconds for rank in ranks],
-    )
-
-
 def simulate(
     machines: Machines,
     jobs: Sequence[Sequence[TimedGraph]],
@@ -102,8 +49,10 @@ def simulate(
     """Run ranks until nothing is left to do; (the simulated ranks, their links).
 
     Args:
-        machines, jobs, rotation: as of `run`.
+        machines: the ranks, and what they run on.
+        jobs: the jobs of each rank, in order; with `rotation`, of the ranks of node 0 alone.
         begin: called for every rank before the clock runs, to submit its jobs.
+        rotation: the symmetry of all graphs; None: simulate all ranks.
     """
     clock = Clock()
     # Node 0 gets its share of the cores, also where it represents the others.
