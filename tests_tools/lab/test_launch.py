@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import ConfigError
-from gradwire_tools.lab import Lab, Network, available, launch, program, run_command
+from gradwire_tools.lab import Lab, Network, available, client, launch, run_command
 from leftovers import until
 
 NETS = [
@@ -187,7 +187,7 @@ def test_no_compiler_is_named(
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     said = "no-such-compiler is not a program; install a C compiler"
     with pytest.raises(ConfigError, match=said):
-        program.delay_line()
+        client.delay_line()
     if available() is None:
         with pytest.raises(ConfigError, match=said):
             Lab(2, Network.parse("1gbit,1ms"), latency_by="line").__enter__()

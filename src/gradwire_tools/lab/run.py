@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +150,7 @@ def _wait(
         if terminate_at is not None and now > terminate_at:
             _stop(running, signal.SIGTERM)
             terminate_at = math.inf
-        _ended(running[0], _POLL_S)
+        running[0].ended.wait(_POLL_S)
 
 
 def _follow(lab: Lab, begun: float, err: TextIO) -> None:
@@ -169,14 +168,5 @@ def _stop(processes: list[NodeProcess], gently: signal.Signals) -> None:
         process.send_signal(gently)
     deadline = time.monotonic() + _TERMINATION_S
     for process in processes:
-        if not _ended(process, deadline - time.monotonic()):
+        if not process.ended.wait(deadline - time.monotonic()):
             process.send_signal(signal.SIGKILL)
-
-
-def _ended(process: NodeProcess, timeout: float) -> bool:
-    """Whether it ends within `timeout` seconds."""
-    try:
-        process.wait(max(0.0, timeout))
-    except subprocess.TimeoutExpired:
-        return False
-    return True

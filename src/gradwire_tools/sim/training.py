@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 from gradwire_tools.sim.clock import Thread
 from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
@@ -116,13 +115,18 @@ def order(
 
     def walk(gathers: Sequence[int], seconds: Sequence[float], ahead: int) -> Iterator[None]:
         """Compute one group after the other; those beyond `gathers` have their weights."""
-        starts = map(Start, gathers)
-        actions.extend(islice(starts, ahead))
+
+        def start(at: int) -> None:
+            actions.extend(map(Start, gathers[at : at + 1]))
+
+        for at in range(ahead):
+            start(at)
         for at, time in enumerate(seconds):
-            if at < len(gathers):
-                actions.extend(islice(starts, 0 if ahead else 1))
-                actions.append(Wait(gathers[at]))
-                actions.extend(islice(starts, 1 if ahead else 0))
+            if not ahead:
+                start(at)
+            actions.extend(map(Wait, gathers[at : at + 1]))
+            if ahead:
+                start(at + ahead)
             actions.append(Compute(time))
             yield
 
@@ -132,8 +136,9 @@ def order(
         pass
     again = blocks[::-1] if backward_gather == "gather" else []
     gathers = [job("gather", *one) for one in again]
-    kept = [of.decode if backward_gather == "decode" else 0.0 for _, of in blocks[::-1]] + [0.0]
-    seconds = [decode + of.backward for decode, (_, of) in zip(kept, backward, strict=False)]
+    decodes = backward_gather == "decode"
+    seconds = [of.backward + (of.decode if decodes else 0.0) for _, of in blocks[::-1]]
+    seconds += [of.backward for _, of in last]
     ahead = 1 if waits.prefetches or not waits.blocking else 0
     before: list[Action] = []
     for _, one in zip(walk(gathers, seconds, ahead), backward, strict=True):
