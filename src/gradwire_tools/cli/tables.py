@@ -78,8 +78,11 @@ def _widths(most: int, columns: Sequence[Sequence[str]], framed: bool) -> list[i
     room = most - (3 * len(columns) + 1 if framed else 2 * len(columns))
     words = [max(map(cell_len, " ".join(cells).split()), default=1) for cells in columns]
     lines = [max(map(cell_len, cells)) for cells in columns]
-    for limit in range(most, 0, -1):  # of columns that can wrap
-        widths = [max(word, min(line, limit)) for word, line in zip(words, lines, strict=True)]
+    count = max(1, len(columns))
+    for size in range(most * count, -1, -1):
+        limit, more = divmod(size, count)  # of columns that can wrap; one more of the first ones
+        limits = [limit + (at < more) for at in range(len(columns))]
+        widths = list(map(max, words, map(min, lines, limits)))
         if sum(widths) <= room:
             return widths
     return None
