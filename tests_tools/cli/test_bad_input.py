@@ -56,20 +56,13 @@ RIGHT = {  # what looks wrong, and is not
 
 
 @dataclass(frozen=True)
-class Option:
-    """An option of a command; `kind` is a key of `BAD`, or "flag"."""
-
-    name: str
-    kind: str
-
-
-@dataclass(frozen=True)
 class Verb:
-    """A command by its words, the names of its arguments, and its options."""
+    """A command by its words, the names of its arguments, and its options; those with a key of
+    `BAD`, or "flag"."""
 
     words: str
-    arguments: tuple[str, ...]
-    options: tuple[Option, ...]
+    arguments: list[str]
+    options: dict[str, str]
 
     def line(self, *options: str) -> list[str]:
         """The command with options, and what it cannot do without."""
@@ -83,20 +76,19 @@ def verbs(program: typer.Typer = app, before: tuple[str, ...] = ()) -> Iterator[
         yield from verbs(group.typer_instance, (*before, str(group.name)))
     for command in program.registered_commands:
         assert command.callback is not None
-        arguments, options = [], []
+        verb = Verb(" ".join((*before, str(command.name))), [], {})
         hints = typing.get_type_hints(command.callback, include_extras=True)
+        del hints["return"]
         for name, hint in hints.items():
-            if name == "return":
-                continue
             plain, told = typing.get_args(hint)
             if isinstance(told, ArgumentInfo):
-                arguments.append(name)
+                verb.arguments.append(name)
                 continue
             # In Annotated, Typer takes the first name for the default until it builds the command.
             given = [told.default, *(told.param_decls or ()), f"--{name.replace('_', '-')}"]
             spelt = next(one for one in given if isinstance(one, str) and one.startswith("--"))
-            options.append(Option(spelt, kind(plain, told.metavar)))
-        yield Verb(" ".join((*before, str(command.name))), tuple(arguments), tuple(options))
+            verb.options[spelt] = kind(plain, told.metavar)
+        yield verb
 
 
 def kind(hint: Any, metavar: str | None) -> str:
@@ -116,15 +108,15 @@ def wrong(verb: Verb, folder: Path) -> Iterator[list[str]]:
     lacking = [] if Path("/proc/self").exists() else ["/proc/"]
     if os.access(folder / "locked", os.W_OK):
         lacking.append("{locked}")
-    for option in verb.options:
-        if option.kind == "flag":
+    for option, of_kind in verb.options.items():
+        if of_kind == "flag":
             continue
-        for value in BAD[option.kind]:
-            if (verb.words, option.name, value) not in RIGHT:
-                line = verb.line(option.name, value)
+        for value in BAD[of_kind]:
+            if (verb.words, option, value) not in RIGHT:
+                line = verb.line(option, value)
                 if not any(place in word for place in lacking for word in line):
                     yield [word.format(**paths) for word in line]
-        yield [*verb.words.split(), option.name]
+        yield [*verb.words.split(), option]
     yield [word.format(**paths) for word in verb.line("--no-such-option")]
 
 

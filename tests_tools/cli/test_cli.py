@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import rows_of, run, wrongly_refused
+from command_line import refusal, rows_of, run, wrongly_refused
 from gradwire import codecs
 from gradwire.aggregators import registry
 from gradwire.lang import gpu, jit
@@ -168,6 +168,25 @@ MISTAKES = [
     (["sim", "--threads", "0"], "--threads 0"),
     (["bench", "train", "--task", "chess"], "chess"),
     (["report", "no-such-file"], "no-such-file"),
+    (["bench", "train", "--task-option", "layers"], "--task-option layers: write NAME=VALUE"),
+    (["bench", "train", "--task-option", "depth=3"], "no option 'depth'"),
+    (
+        ["bench", "train", "--task-option", "layers=1", "--task-option", "layers=2"],
+        "layers is given twice",
+    ),
+    (["bench", "train", "--split", "by-class"], "have no classes"),
+    (["bench", "train", "--task", "image", "--split", "by-name"], "use one of iid, by-class"),
+    (["bench", "train", "--compose"], "--nets is missing"),
+    (["bench", "train", "--nets", "1gbit,1ms"], "--compose is missing"),
+    (["bench", "train", "--compose", "--nets", " ; "], "--nets is empty"),
+    (["bench", "train", "--compose", "--nets", "1gbit,1ms", "--net", "none"], "--net none"),
+    (["bench", "train", "--validate"], "give nets to compose"),
+    (["bench", "train", "--target-at", "0.6", "--target", "2"], "exclude each other"),
+    (["bench", "train", "--target-at", "60"], "above 0 and up to 1"),
+    (["bench", "train", "--patience", "0"], "patience is 0"),
+    (["bench", "train", "--resume"], "give its --json FILE"),
+    (["bench", "train", "--resume", "--json", "-"], "give its --json FILE"),
+    (["bench", "train", "--methods", "truncate:ratio=0"], "truncate:ratio=N"),
 ]
 
 
@@ -211,3 +230,14 @@ def test_lab_run_passes_the_exit_code_on() -> None:
     ran = run("lab", "run", "--nodes", "2", "--net", "none", "--", "sh", "-c", script)
     assert ran.code == 3
     assert "[node 1] rank 1" in ran.out
+
+
+def test_a_run_that_ended_is_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"row": "summary"}\n')
+    (tmp_path / "rows.jsonl.state").mkdir()  # of which the deletion was killed
+    (tmp_path / "rows.jsonl.state" / "ended").touch()
+    complaint, fault = refusal("bench", "train", "--net", "none", "--json", str(file), "--resume")
+    assert not fault
+    assert "a run that ended" in complaint
+    assert file.read_text() == '{"row": "summary"}\n'

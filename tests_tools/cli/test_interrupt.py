@@ -43,11 +43,11 @@ MORE = [
     (signal.SIGINT, ["sim", "--fresh"], "kernels of ", 1),
     (signal.SIGTERM, ["bench", "train", "--net", "none", "--nodes", "2"], RANKS, 3),
     (signal.SIGTERM, ["bench", "error", "--quick"], "gpt, ", 1),
-    pytest.param(
-        signal.SIGINT, ["bench", "collectives", "--ranks", "2", "--net", "1gbit,1ms"],
-        "turns of ", 3, marks=pytest.mark.lab,
-    ),
-]  # fmt: skip
+]
+ON_LINKS = ["bench", "collectives", "--ranks", "2", "--net", "1gbit,1ms"]
+CASES += [pytest.param(*case, marks=EXHAUSTIVE) for case in MORE]
+marks = [EXHAUSTIVE, pytest.mark.lab]
+CASES += [pytest.param(signal.SIGINT, ON_LINKS, "turns of ", 3, marks=marks)]
 
 
 def check(
@@ -91,17 +91,6 @@ def check(
 def test_one_line_and_nothing_is_left(
     number: signal.Signals, command: list[str], once: str, processes: int, tmp_path: Path
 ) -> None:
-    if command is SHAPED and lab.available() is not None:
-        pytest.skip(f"no lab: {lab.available()}")
-    check(number, command, once, processes, tmp_path)
-
-
-@EXHAUSTIVE
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("number", "command", "once", "processes"), MORE)
-def test_others_leave_nothing(
-    number: signal.Signals, command: list[str], once: str, processes: int, tmp_path: Path
-) -> None:
-    if any("1gbit" in word for word in command) and lab.available() is not None:
+    if any("bit," in word for word in command) and lab.available() is not None:
         pytest.skip(f"no lab: {lab.available()}")
     check(number, command, once, processes, tmp_path)

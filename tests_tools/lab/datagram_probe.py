@@ -1,4 +1,4 @@
-"""Numbered datagrams from node 1 to node 0, run by test_change.py: which arrive, and in what order.
+"""Numbered datagrams from node 1 to node 0, run by test_shape.py: which arrive, and in what order.
 
 Node 1 sends for the given seconds, one per millisecond; node 0 prints the numbers it got.
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import ConfigError
-from gradwire_tools.lab import Lab, Network, launch, program, run_command
+from gradwire_tools.lab import Lab, Network, available, client, launch, run_command
 from leftovers import until
 
 NETS = [
@@ -179,10 +179,16 @@ def test_a_link_drops_and_comes_back() -> None:
             assert server.poll() is None
 
 
-def test_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_compiler_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    available()  # with a compiler
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
-    with pytest.raises(
-        ConfigError, match="no-such-compiler is not a program; install a C compiler"
-    ):
-        program.delay_line()
+    said = "no-such-compiler is not a program; install a C compiler"
+    with pytest.raises(ConfigError, match=said):
+        client.delay_line()
+    if available() is None:
+        with pytest.raises(ConfigError, match=said):
+            Lab(2, Network.parse("1gbit,1ms"), latency_by="line").__enter__()
+        assert capfd.readouterr().err == ""  # nothing of the supervisor, which ends there

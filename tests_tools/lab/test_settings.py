@@ -1,7 +1,7 @@
 """What the links of a running lab are set to, by its network, after a change and by a schedule.
 
 No speed is measured: the kernel tells the rates, the delay line's arguments its latency, and no
-round trip is shorter than two latencies. test_shape.py and test_change.py measure.
+round trip is shorter than two latencies. test_shape.py measures.
 """
 
 from __future__ import annotations

@@ -103,17 +103,12 @@ def test_the_engines_overheads_are_found_again() -> None:
         "stack": 2e-10,
         "memory": 1e10,
     }
-    for segments in calibrate.SEGMENTS:
-        pair = scenario(
-            2, str(calibrate.VALUES), segments=segments, net=Net("none"), codec=IDENTITY
-        )
-        found[f"tiny {segments}"] = predict(pair, truth)["seconds"]
+    of = {"model": str(calibrate.VALUES), "net": Net("none"), "codec": IDENTITY}
+    pairs = {f"tiny {n}": scenario(2, segments=n, **of) for n in calibrate.SEGMENTS}
+    found |= {name: predict(pair, truth)["seconds"] for name, pair in pairs.items()}
     again = calibrate.engine(replace(truth, engine=Overheads(), link=FREE.link), found)
     assert again.link.overhead == pytest.approx(truth.link.overhead)
     assert again.engine.task == pytest.approx(engine.task, rel=0.25)
     assert again.engine.start == pytest.approx(engine.start, rel=0.25)
-    for segments in calibrate.SEGMENTS:
-        pair = scenario(
-            2, str(calibrate.VALUES), segments=segments, net=Net("none"), codec=IDENTITY
-        )
-        assert predict(pair, again)["seconds"] == pytest.approx(found[f"tiny {segments}"], rel=0.05)
+    for name, pair in pairs.items():
+        assert predict(pair, again)["seconds"] == pytest.approx(found[name], rel=0.05)

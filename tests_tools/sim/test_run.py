@@ -8,16 +8,21 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenario
 
-from gradwire import algorithms
+from gradwire import Options, algorithms
+from gradwire.collectives import Operation
 from gradwire.lang import layout
+from gradwire.partition import Spec
 from gradwire_tools.sim import Net, predict
 from gradwire_tools.sim.buckets import ddp_buckets
 from gradwire_tools.sim.curves import Software
+from gradwire_tools.sim.fabric import Link
 from gradwire_tools.sim.models import shapes
 from gradwire_tools.sim.rank import Overheads
-from gradwire_tools.sim.task_times import algorithm_on, bucket_contents
+from gradwire_tools.sim.run import Machines, simulate
+from gradwire_tools.sim.task_times import algorithm_on, bucket_contents, timed_graph
 
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
 BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms
@@ -273,3 +278,46 @@ def test_messages_that_have_arrived_wake_no_thread() -> None:
     for ranks in (2, 3, 8):
         found = seconds(ranks, "1e3", "all_gather", net=Net("", float("inf")), machine=machine)
         assert found == pytest.approx(3.0, abs=0.1)
+
+
+# ---- shards: reduce-scatter and all-gather -------------------------------------------------------
+
+
+MANY = 1 << 22
+OPERATIONS = [Operation("all_gather"), Operation("reduce_scatter", "avg")]
+
+
+def simulated(
+    operation: Operation, n: int, per_node: int, **how: str
+) -> tuple[list[int], float, list[int], list[int]]:
+    """Of a run of QSGD at 1 Gbit/s and 1 ms: bytes that left each node, seconds, and each rank's
+    bytes, also by the formula."""
+    options = Options(segments=4, **how)  # type: ignore[arg-type]
+    algorithm = algorithm_on(options, n, per_node, operation)
+    bucket = (Spec("w", MANY // n * n, torch.float32, QSGD),)
+    contents = bucket_contents(bucket, algorithm, options, n, operation=operation)
+    jobs = [[timed_graph(contents, algorithm, rank, n, FREE)] for rank in range(n)]
+    link = Link(rate=GBIT.rate_bits_per_s / 8, latency=GBIT.latency_s)
+    machines = Machines(n, per_node, link, FREE.engine)
+    ranks, fabric = simulate(machines, jobs, lambda rank, mine: rank.submit(0, mine[0]))
+    formula = [algorithm.wire_bytes(rank, n, contents.sizes) for rank in range(n)]
+    sent = [rank.sent_bytes[0] for rank in ranks]
+    return fabric.moved, max(rank.ended[0] for rank in ranks), sent, formula
+
+
+def test_compressed_bytes_cross_once() -> None:
+    """A node sends less by the number of ranks per node, and takes so much less time."""
+    for operation, (n, per_node) in product(OPERATIONS, [(4, 2), (8, 4), (5, 2), (16, 4)]):
+        flat, flat_ended, *_ = simulated(operation, n, per_node)
+        levels, ended, sent, formula = simulated(operation, n, per_node, algorithm="hierarchical")
+        assert sent == formula
+        nodes = [range(first, min(first + per_node, n)) for first in range(0, n, per_node)]
+        crossings = sum(len(node) * (n - len(node)) for node in nodes), n * (len(nodes) - 1)
+        expected = sum(flat) * crossings[1] / crossings[0]
+        assert sum(levels) == pytest.approx(expected, rel=0.01)
+        if n % per_node == 0:
+            assert max(levels) * per_node == pytest.approx(max(flat), rel=0.01)
+            rounds = 2 * GBIT.latency_s
+            wire = max(levels) * 8 / GBIT.rate_bits_per_s
+            assert wire < ended < wire + 2 * rounds
+            assert ended < flat_ended

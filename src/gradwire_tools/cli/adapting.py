@@ -5,47 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from gradwire.errors import ConfigError
-from gradwire_tools.cli.options import At, Fresh, Json, Net, Quick, Ranks, finite, names, numbers
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Text, names, number, numbers
 from gradwire_tools.cli.output import measured
 
 
 def bench_adapt(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Of bench record; seeded tables come beside.")
+        list[Path] | None, Argument(help="Of bench record; seeded tables come beside.")
     ] = None,
-    policies: Annotated[
-        str | None, typer.Option("--policies", help="NAME:OPTION=VALUE:..., comma-separated.")
-    ] = None,
+    policies: Annotated[Text, Option(help="NAME:OPTION=VALUE:..., comma-separated.")] = None,
     references: Annotated[
-        str | None,
-        typer.Option(
-            "--references",
-            help="Uniform plans; qsgd:bits=4,topk:density=0.01,powersgd:rank=4 unless given.",
-        ),
+        Text,
+        Option(help="Uniform plans; qsgd:bits=4,topk:density=0.01,powersgd:rank=4 unless given."),
     ] = None,
-    families: Annotated[
-        str | None, typer.Option("--families", help="Of bits, topk, rank and mixed.")
-    ] = None,
-    blocks: Annotated[
-        str | None, typer.Option("--blocks", help="Block sizes beside the reference's, as 64,1024.")
-    ] = None,
-    models: Annotated[
-        str | None, typer.Option("--models", help="Of seeded tables, or none.")
-    ] = None,
-    sigmas: Annotated[
-        str | None, typer.Option("--sigmas", help="Spread of layers' norms; 0.3,1,2 unless given.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of seeded tables.")] = 0,
-    at: At = None,
-    metrics: Annotated[str | None, typer.Option("--metrics", help="l2, squared; both.")] = None,
-    alpha: Annotated[
-        float, typer.Option(help="The budget over the uniform plan's error.", callback=finite)
-    ] = 1.0,
-    quick: Quick = False,
-    json_file: Json = None,
+    families: Annotated[Text, Option(help="Of bits, topk, rank and mixed.")] = None,
+    blocks: Annotated[Text, Option(help="Block sizes beside the reference's, as 64,1024.")] = None,
+    models: Annotated[Text, Option(help="Of seeded tables, or none.")] = None,
+    sigmas: Annotated[Text, Option(help="Spread of layers' norms; 0.3,1,2 unless given.")] = None,
+    seed: Annotated[int, Option(help="Of seeded tables.")] = 0,
+    at: options.At = None,
+    metrics: Annotated[Text, Option(help="l2, squared; both.")] = None,
+    alpha: Annotated[float, number("The budget over the uniform plan's error.")] = 1.0,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """What adaptive policies save against a uniform plan of the same error."""
     from gradwire_tools.bench.adapt import adapt
@@ -79,18 +65,16 @@ def _floats(option: str, text: str | None) -> list[float] | None:
 
 
 def bench_planner(
-    ranks: Ranks = 4,
-    nets: Annotated[
-        str | None, typer.Option("--nets", help="Such as 100mbit,1ms;none: separated by ;.")
-    ] = None,
+    ranks: options.Ranks = 4,
+    nets: Annotated[Text, Option(help="Such as 100mbit,1ms;none: separated by ;.")] = None,
     sizes: Annotated[
-        str | None, typer.Option("--bytes", help="Of fp32 gradients; 16 KB to 64 MB unless given.")
+        Text, Option("--bytes", help="Of fp32 gradients; 16 KB to 64 MB unless given.")
     ] = None,
     codec_name: Annotated[
-        str, typer.Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
+        str, Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
     ] = "qsgd:bits=4",
-    fresh: Fresh = False,
-    json_file: Json = None,
+    fresh: options.Fresh = False,
+    json_file: options.Json = None,
 ) -> None:
     """The planner's choice against the best setting that is measured, by size and network."""
     from gradwire_tools.bench.paper import planner_grid
@@ -106,20 +90,14 @@ def bench_planner(
 
 
 def bench_ablation(
-    ranks: Ranks = 4,
-    net: Net = "1gbit,1ms",
-    model: Annotated[
-        str, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")
-    ] = "resnet50",
-    codec_name: Annotated[
-        str, typer.Option("--codec", help="NAME:OPTION=VALUE:...")
-    ] = "qsgd:bits=4",
-    compute: Annotated[
-        float, typer.Option(help="Seconds that a step computes.", callback=finite)
-    ] = 0.1,
-    turns: Annotated[int, typer.Option(help="Of all parts, in the lab.")] = 5,
-    lab: Annotated[bool, typer.Option(help="Measure in the lab, beside the simulator.")] = True,
-    json_file: Json = None,
+    ranks: options.Ranks = 4,
+    net: options.Net = "1gbit,1ms",
+    model: options.Model = "resnet50",
+    codec_name: Annotated[str, Option("--codec", help="NAME:OPTION=VALUE:...")] = "qsgd:bits=4",
+    compute: Annotated[float, number("Seconds that a step computes.")] = 0.1,
+    turns: Annotated[int, Option(help="Of all parts, in the lab.")] = 5,
+    lab: Annotated[bool, Option(help="Measure in the lab, beside the simulator.")] = True,
+    json_file: options.Json = None,
 ) -> None:
     """What kernels, pipelining, batching and selective compression bring, one after the other."""
     from gradwire_tools.bench.paper import ablation

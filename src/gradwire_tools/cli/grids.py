@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import Json, Quick, numbers
+from gradwire_tools.cli.options import Text, numbers
 from gradwire_tools.cli.output import output
 from gradwire_tools.cli.training import task_options, trained
 
 
 def bench_grid(
     grid_name: Annotated[
-        str, typer.Option("--grid", help="bits, low, learned, blocks or fake.")
+        str, Option("--grid", help="bits, low, learned, blocks or fake.")
     ] = "bits",
     task: options.Task = "gpt",
     task_option: options.TaskOption = None,
-    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
+    net: Annotated[Text, Option(help="RATE,LATENCY or none.")] = None,
     nodes: options.Nodes = None,
     seeds: options.Seeds = "0",
     steps: options.Steps = None,
     resume: options.Resume = False,
-    quick: Quick = False,
-    json_file: Json = None,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """Train under FSDP2 with every combination of a grid: weights x gradients."""
     from gradwire_tools.bench.paper import grids

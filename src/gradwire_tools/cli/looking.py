@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from gradwire.errors import ConfigError
-from gradwire_tools.cli.options import SCHEDULED, Json, Net, Quick, finite, names
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Real, Text, Whole, names, number
 from gradwire_tools.cli.output import output
 
 codec = typer.Typer(
@@ -21,27 +23,19 @@ lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
 
 def doctor(
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", help="Measure a step with as many ranks; up to about a minute."),
+        Whole, Option(help="Measure a step with as many ranks; up to about a minute.")
     ] = None,
-    net: Net = "none",
-    numel: Annotated[
-        int | None, typer.Option("--numel", help="Values of the step's gradient; 5000000.")
-    ] = None,
+    net: options.Net = "none",
+    numel: Annotated[Whole, Option(help="Values of the step's gradient; 5000000.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Instead of --numel: resnet50, ... or SIZES: 1e6,4096x1024."),
+        Text, Option(help="Instead of --numel: resnet50, ... or SIZES: 1e6,4096x1024.")
     ] = None,
     compute: Annotated[
-        float | None,
-        typer.Option(
-            "--compute", help="Seconds that your own step computes; else layers are computed here.",
-            callback=finite,
-        ),
+        Real, number("Seconds that your own step computes; else layers are computed here.")
     ] = None,
-    quick: Quick = False,
-    json_file: Json = None,
-) -> None:  # fmt: skip
+    quick: options.Quick = False,
+    json_file: options.Json = None,
+) -> None:
     """What is available here; with --ranks, whether compression pays.
 
     With --ranks, or under torchrun, a training step is measured with fp32, 16 bit and gradwire:
@@ -68,7 +62,7 @@ def doctor(
 
 
 @codec.command("list")
-def codec_list(json_file: Json = None) -> None:
+def codec_list(json_file: options.Json = None) -> None:
     """The codecs and aggregators: operators, lines of code, options."""
     from gradwire import codecs
     from gradwire.aggregators import registry
@@ -81,10 +75,10 @@ def codec_list(json_file: Json = None) -> None:
 
 @codec.command("show")
 def codec_show(
-    name: Annotated[str, typer.Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
-    ir: Annotated[bool, typer.Option("--ir", help="The intermediate representation.")] = False,
-    c: Annotated[bool, typer.Option("--c", help="The generated C.")] = False,
-    triton: Annotated[bool, typer.Option("--triton", help="The generated Triton.")] = False,
+    name: Annotated[str, Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
+    ir: Annotated[bool, Option("--ir", help="The intermediate representation.")] = False,
+    c: Annotated[bool, Option("--c", help="The generated C.")] = False,
+    triton: Annotated[bool, Option("--triton", help="The generated Triton.")] = False,
 ) -> None:
     """Print what one codec or aggregator is, with its options; or the stages of a codec."""
     from gradwire import codecs
@@ -108,20 +102,15 @@ def codec_show(
 
 @codec.command("build")
 def codec_build(
-    codec_name: Annotated[
-        str | None, typer.Option("--codec", help="Comma-separated codecs, or shm.")
-    ] = None,
-    isa: Annotated[
-        str | None, typer.Option("--isa", help="Such as x86-64-v2,x86-64-v3; all unless given.")
-    ] = None,
+    codec_name: Annotated[Text, Option("--codec", help="Comma-separated codecs, or shm.")] = None,
+    isa: Annotated[Text, Option(help="Such as x86-64-v2,x86-64-v3; all unless given.")] = None,
     folder: Annotated[
-        Path | None, typer.Option("--output", help="Where this installation looks, unless given.")
+        Path | None, Option("--output", help="Where this installation looks, unless given.")
     ] = None,
     jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Compilers to run in parallel; default: number of cores."),
+        Whole, Option(min=1, help="Compilers to run in parallel; default: number of cores.")
     ] = None,
-    json_file: Json = None,
+    json_file: options.Json = None,
 ) -> None:
     """Compile kernels ahead of time, for every level of instruction sets of this machine.
 
@@ -146,9 +135,9 @@ def codec_build(
 @codec.command("cache")
 def codec_cache(
     clear: Annotated[
-        bool, typer.Option("--clear", help="Remove them: they are compiled anew on next use.")
+        bool, Option("--clear", help="Remove them: they are compiled anew on next use.")
     ] = False,
-    json_file: Json = None,
+    json_file: options.Json = None,
 ) -> None:
     """The kernels that were compiled on first use: where they are kept, and how large they are.
 
@@ -171,16 +160,11 @@ def codec_cache(
 
 @lab.command("run", context_settings={"allow_interspersed_args": False})
 def lab_run(
-    command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command, after --.")],
-    nodes: Annotated[int, typer.Option(help="Number of emulated machines.")] = 4,
-    net: Annotated[str, typer.Option("--net", help=SCHEDULED)] = "1gbit,1ms",
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds until all are stopped.", callback=finite)
-    ] = None,
-    length: Annotated[
-        float | None,
-        typer.Option(help="Of the run in seconds, for a schedule by share.", callback=finite),
-    ] = None,
+    command: Annotated[list[str], Argument(metavar="CMD", help="The command, after --.")],
+    nodes: Annotated[int, Option(help="Number of emulated machines.")] = 4,
+    net: Annotated[str, Option(help=options.SCHEDULED)] = "1gbit,1ms",
+    timeout: Annotated[Real, number("Seconds until all are stopped.")] = None,
+    length: Annotated[Real, number("Of the run in seconds, for a schedule by share.")] = None,
 ) -> None:
     """Run a command on every node: gradwire lab run --nodes 4 --net 1gbit,1ms -- CMD.
 
@@ -188,4 +172,4 @@ def lab_run(
     """
     from gradwire_tools.lab.run import run_command
 
-    raise typer.Exit(run_command(command, nodes, net, timeout, length=length))
+    raise typer.Exit(run_command(command, nodes, net, length, timeout=timeout))

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from gradwire_tools.cli import options
 from gradwire_tools.cli.adapting import bench_ablation, bench_adapt, bench_planner
 from gradwire_tools.cli.grids import bench_grid
-from gradwire_tools.cli.options import Json, Net, Quick, finite, names, numbers, writable
+from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
 from gradwire_tools.cli.output import measured
 from gradwire_tools.cli.training import bench_train
 
@@ -20,18 +21,15 @@ bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_i
 
 @bench.command("kernels")
 def bench_kernels(
-    codec_name: Annotated[
-        str | None, typer.Option("--codec", help="Names, comma-separated.")
-    ] = None,
-    target: Annotated[str | None, typer.Option("--target", help="eager, c; triton.")] = None,
+    codec_name: Annotated[Text, Option("--codec", help="Names, comma-separated.")] = None,
+    target: Annotated[Text, Option(help="eager, c; triton.")] = None,
     numel: Annotated[
-        int | None,
-        typer.Option("--numel", help="Values; 16777216 (cuda: four times) unless quick."),
+        Whole, Option(help="Values; 16777216 (cuda: four times) unless quick.")
     ] = None,
-    threads: Annotated[str | None, typer.Option("--threads", help="Such as 1,2.")] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    quick: Quick = False,
-    json_file: Json = None,
+    threads: Annotated[Text, Option(help="Such as 1,2.")] = None,
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """Time encode, encode_ef, decode and decode_add against the speed of memory."""
     from gradwire_tools.bench.micro import kernels
@@ -44,16 +42,14 @@ def bench_kernels(
 
 @bench.command("collectives")
 def bench_collectives(
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
-    net: Net = "1gbit,1ms",
-    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated.")] = None,
-    codec_name: Annotated[str | None, typer.Option("--codec", help="gradwire's codecs.")] = None,
-    numel: Annotated[
-        int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")
-    ] = None,
-    quick: Quick = False,
-    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
-    json_file: Json = None,
+    ranks: options.Ranks = 4,
+    net: options.Net = "1gbit,1ms",
+    methods: Annotated[Text, Option(help="Comma-separated.")] = None,
+    codec_name: Annotated[Text, Option("--codec", help="gradwire's codecs.")] = None,
+    numel: Annotated[Whole, Option(help="Values; 25000000 unless quick.")] = None,
+    quick: options.Quick = False,
+    per_node: options.PerNode = 1,
+    json_file: options.Json = None,
 ) -> None:
     """Time all-reduces on an emulated network against the limit of the wire."""
     from gradwire_tools.bench.network import collectives
@@ -66,15 +62,13 @@ def bench_collectives(
 
 @bench.command("aggregators")
 def bench_aggregators(
-    methods: Annotated[
-        str | None, typer.Option("--methods", help="Comma-separated; by default a sweep of ranks.")
-    ] = None,
+    methods: Annotated[Text, Option(help="Comma-separated; by default a sweep of ranks.")] = None,
     task: Annotated[
-        str, typer.Option("--task", help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
+        str, Option(help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
     ] = "gpt",
     ranks: options.Ranks = 2,
-    quick: Quick = False,
-    json_file: Json = None,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """CPU time and memory of aggregators, against a copy of the gradients."""
     from gradwire_tools.bench.micro import aggregators
@@ -87,11 +81,9 @@ def bench_aggregators(
 
 @bench.command("transports")
 def bench_transports(
-    sizes: Annotated[
-        str | None, typer.Option("--bytes", help="Of a message, comma-separated.")
-    ] = None,
-    quick: Quick = False,
-    json_file: Json = None,
+    sizes: Annotated[Text, Option("--bytes", help="Of a message, comma-separated.")] = None,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """Time messages between two ranks: shared memory, and gloo on loopback."""
     from gradwire_tools.bench.network import transports
@@ -103,19 +95,14 @@ def bench_transports(
 
 @bench.command("profile")
 def bench_profile(
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-    net: Net = "none",
-    methods: Annotated[str | None, typer.Option("--methods", help="Of gradwire.")] = None,
-    numel: Annotated[int | None, typer.Option("--numel", help="Values of the gradient.")] = None,
-    bucket_mb: Annotated[
-        float | None,
-        typer.Option("--bucket-mb", help="DDP's bucket_cap_mb; else one bucket.", callback=finite),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="File for a step, for chrome://tracing.")
-    ] = None,
-    quick: Quick = False,
-    json_file: Json = None,
+    ranks: options.Ranks = 2,
+    net: options.Net = "none",
+    methods: Annotated[Text, Option(help="Of gradwire.")] = None,
+    numel: Annotated[Whole, Option(help="Values of the gradient.")] = None,
+    bucket_mb: Annotated[Real, number("DDP's bucket_cap_mb; else one bucket.")] = None,
+    trace: Annotated[Path | None, Option(help="File for a step, for chrome://tracing.")] = None,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """What a DDP bucket costs beyond kernels and the wire, thread by thread."""
     from gradwire_tools.bench.micro import profile
@@ -132,18 +119,14 @@ bench.command("grid")(bench_grid)
 
 @bench.command("record")
 def bench_record(
-    folder: Annotated[Path, typer.Option("--output", help="A new folder.")],
+    folder: Annotated[Path, Option("--output", help="A new folder.")],
     task: options.Task = "gpt",
-    at: Annotated[
-        str | None, typer.Option("--at", help="Where recording begins; 0,100,400 unless quick.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Consecutive steps at each; 8 unless quick.")
-    ] = None,
+    at: Annotated[Text, Option(help="Where recording begins; 0,100,400 unless quick.")] = None,
+    steps: Annotated[Whole, Option(help="Consecutive steps at each; 8 unless quick.")] = None,
     ranks: options.Ranks = 4,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
-    quick: Quick = False,
-    json_file: Json = None,
+    seed: Annotated[int, Option(help="Of weights and batches.")] = 0,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """Train, and store every rank's gradients of consecutive steps."""
     from gradwire_tools.bench.adapt import record
@@ -156,18 +139,14 @@ def bench_record(
 @bench.command("error")
 def bench_error(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Of bench record; none with --quick.")
+        list[Path] | None, Argument(help="Of bench record; none with --quick.")
     ] = None,
-    methods: Annotated[
-        str | None, typer.Option("--methods", help="NAME:OPTION=VALUE:..., comma-separated.")
-    ] = None,
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="Of all-reduces; sra unless given.")
-    ] = None,
+    methods: Annotated[Text, Option(help="NAME:OPTION=VALUE:..., comma-separated.")] = None,
+    algorithm: Annotated[Text, Option(help="Of all-reduces; sra unless given.")] = None,
     at: options.At = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Rows for each parameter, too.")] = False,
-    quick: Quick = False,
-    json_file: Json = None,
+    layers: Annotated[bool, Option("--layers", help="Rows for each parameter, too.")] = False,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """What methods lose on recorded gradients, beside the bits that they send."""
     from gradwire_tools.bench.adapt import error

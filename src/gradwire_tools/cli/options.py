@@ -5,43 +5,55 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from gradwire.errors import ConfigError
 
+Text = str | None
+Whole = int | None
+Real = float | None
 
-def finite(value: float | None) -> float | None:
-    """A number that is neither nan nor infinite; a callback of options."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number.")
-    return value
+
+def number(help: str) -> Any:
+    """An option of a number that is neither nan nor infinite."""
+
+    def finite(value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise typer.BadParameter(f"{value} is not a finite number.")
+        return value
+
+    return Option(help=help, callback=finite)
 
 
 Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE", help="JSON lines to FILE; - is standard output."),
+    Text, Option("--json", metavar="FILE", help="JSON lines to FILE; - is standard output.")
 ]
 Quick = Annotated[
-    bool,
-    typer.Option("--quick", help="End within 45 s on two idle cores, unless the network is slow."),
+    bool, Option("--quick", help="End within 45 s on two idle cores, unless the network is slow.")
 ]
-Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
-Task = Annotated[str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")]
+Net = Annotated[str, Option(help="RATE,LATENCY such as 1gbit,1ms; or none.")]
+Task = Annotated[str, Option(help="gpt, gpt-32k, image or image-resnet50.")]
 TaskOption = Annotated[
-    list[str] | None,
-    typer.Option("--task-option", help="NAME=VALUE, such as network=resnet; repeatable."),
+    list[str] | None, Option(help="NAME=VALUE, such as network=resnet; repeatable.")
 ]
-Nodes = Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")]
-Seeds = Annotated[str, typer.Option(help="Such as 0,1,2.")]
-Steps = Annotated[int | None, typer.Option(help="Training steps of each method.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue a killed run of the same --json FILE.")
-]
-Ranks = Annotated[int, typer.Option(help="Number of ranks.")]
-At = Annotated[str | None, typer.Option("--at", help="Only these points of recordings, as 0,150.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")]
+Nodes = Annotated[Whole, Option(help="Emulated machines, one rank each.")]
+Seeds = Annotated[str, Option(help="Such as 0,1,2.")]
+Steps = Annotated[Whole, Option(help="Training steps of each method.")]
+Resume = Annotated[bool, Option("--resume", help="Continue a killed run of the same --json FILE.")]
+Ranks = Annotated[int, Option(help="Number of ranks.")]
+At = Annotated[Text, Option(help="Only these points of recordings, as 0,150.")]
+Fresh = Annotated[bool, Option("--fresh", help="Measure kernels anew.")]
+PerNode = Annotated[int, Option(help="Ranks per machine; they share its link.")]
+Model = Annotated[str, Option(help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")]
+# of what is simulated
+ManyRanks = Annotated[int, Option(help="Number of ranks, to thousands.")]
+Cores = Annotated[Real, number("That all ranks share; each has its own unless given.")]
+Backward = Annotated[float, number("Seconds in which gradients become ready, one after the other.")]
+KernelThreads = Annotated[int, Option(help="Threads per kernel.")]
+CurvesFile = Annotated[Path | None, Option(help="What kernels cost; written if missing.")]
 SCHEDULED = "RATE,LATENCY; none; or a schedule: c1, c2, c1-small, c2-small or FILE.yaml."
 
 

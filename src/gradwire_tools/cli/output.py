@@ -38,10 +38,13 @@ class Output:
         remarks: for progress, on standard error.
     """
 
-    def __init__(self, file: Path | None, stream: TextIO | None) -> None:
-        self._file = file
-        self._stream = stream
-        self.console = Console(stderr=stream is not None)
+    def __init__(self, destination: str | None) -> None:
+        if destination == "":
+            raise ConfigError("--json is empty: give a file, or - for standard output")
+        self._file = Path(destination) if destination and destination != "-" else None
+        self._stream: TextIO | None = sys.stdout if destination == "-" else None
+        writable("--json", self._file)
+        self.console = Console(stderr=self._stream is not None)
         self.remarks = Console(stderr=True)
 
     def row(self, row: Row) -> None:
@@ -57,12 +60,15 @@ class Output:
                 self._stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
                 self._stream.flush()
 
-    def rows(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
-        """Write each row as it comes; at the end print a table of `columns` for people."""
-        kept = []
+    def each(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Write each row as it comes, and yield it."""
         for row in rows:
             self.row(row)
-            kept.append(row)
+            yield row
+
+    def rows(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
+        """Write each row as it comes; at the end print a table of `columns` for people."""
+        kept = list(self.each(rows))
         self.table(kept, columns)
         return kept
 
@@ -76,12 +82,8 @@ class Output:
 
     def quiet(self, measure: Callable[[Advance], Iterable[Row]]) -> list[Row]:
         """As `measured`, without the table."""
-        kept = []
         with _progress(self.remarks) as advance:
-            for row in measure(advance):
-                self.row(row)
-                kept.append(row)
-        return kept
+            return list(self.each(measure(advance)))
 
     def table(self, rows: list[Row], columns: list[str]) -> None:
         """Print a table of `columns`, keys of the rows, for people."""
@@ -115,11 +117,7 @@ def output(destination: str | None) -> Iterator[Output]:
     Raises:
         ConfigError: the file cannot be written.
     """
-    if destination == "":
-        raise ConfigError("--json is empty: give a file, or - for standard output")
-    file = None if destination in (None, "-") else Path(str(destination))
-    writable("--json", file)
-    made = Output(file, sys.stdout if destination == "-" else None)
+    made = Output(destination)
     try:
         yield made
     finally:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from gradwire.errors import ConfigError
-from gradwire_tools.cli.options import Json, finite, names, writable
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Text, names, writable
 from gradwire_tools.cli.output import output
 
 plan = typer.Typer(help="What to compress on a network, and plans in files.")
@@ -17,37 +19,22 @@ plan = typer.Typer(help="What to compress on a network, and plans in files.")
 @plan.callback(invoke_without_command=True)
 def decide(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,512x512.")
-    ] = None,
+    model: Annotated[Text, Option(help="resnet50, bert-large, ... or SIZES: 1e6,512x512.")] = None,
     shapes: Annotated[
-        Path | None,
-        typer.Option("--shapes", help="In place of --model: a file that handle.plan.save wrote."),
+        Path | None, Option(help="In place of --model: a file that handle.plan.save wrote.")
     ] = None,
-    net: Annotated[
-        str | None, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
+    net: Annotated[Text, Option(help="RATE,LATENCY such as 1gbit,1ms; or none.")] = None,
+    ranks: options.ManyRanks = 4,
     codec_name: Annotated[
-        str, typer.Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
+        str, Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
     ] = "qsgd:bits=4",
-    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
-    cores: Annotated[
-        float | None,
-        typer.Option(help="That all ranks share; each has its own unless given.", callback=finite),
-    ] = None,
-    backward: Annotated[
-        float,
-        typer.Option(
-            help="Seconds in which gradients become ready, one after the other.", callback=finite
-        ),
-    ] = 0.0,
-    threads: Annotated[int, typer.Option(help="Threads per kernel.")] = 1,
-    curves: Annotated[
-        Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
-    json_file: Json = None,
+    per_node: options.PerNode = 1,
+    cores: options.Cores = None,
+    backward: options.Backward = 0.0,
+    threads: options.KernelThreads = 1,
+    curves: options.CurvesFile = None,
+    fresh: options.Fresh = False,
+    json_file: options.Json = None,
 ) -> None:
     """Which gradients to compress on a network, in which setting; or that bf16 or none is best."""
     if context.invoked_subcommand is not None:
@@ -82,8 +69,8 @@ def decide(
 
 @plan.command("show")
 def show(
-    file: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],
-    json_file: Json = None,
+    file: Annotated[Path, Argument(help="A file that handle.plan.save wrote.")],
+    json_file: options.Json = None,
 ) -> None:
     """How a plan sends each parameter, in how many bits per value."""
     from gradwire.planner.files import PlanFile, shown
@@ -99,9 +86,9 @@ def show(
 
 @plan.command("diff")
 def diff(
-    a: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
-    json_file: Json = None,
+    a: Annotated[Path, Argument(help="A file that handle.plan.save wrote.")],
+    b: Annotated[Path, Argument(help="Another.")],
+    json_file: options.Json = None,
 ) -> None:
     """The parameters that two plans send differently."""
     from gradwire.planner.files import PlanFile, differences

@@ -5,64 +5,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from gradwire.errors import ConfigError
-from gradwire_tools.cli.options import Json, Net, finite, names, writable
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Real, Text, Whole, names, number, writable
 from gradwire_tools.cli.output import output
 
 
 def sim(
-    ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
-    net: Net = "1gbit,1ms",
+    ranks: options.ManyRanks = 4,
+    net: options.Net = "1gbit,1ms",
     codec_name: Annotated[
-        str | None, typer.Option("--codec", help="qsgd; NAME:OPTION=VALUE:..., comma-separated.")
+        Text, Option("--codec", help="qsgd; NAME:OPTION=VALUE:..., comma-separated.")
     ] = None,
-    algorithm: Annotated[str, typer.Option("--algorithm", help="Comma-separated.")] = "sra",
-    model: Annotated[
-        str, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")
-    ] = "resnet50",
+    algorithm: Annotated[str, Option(help="Comma-separated.")] = "sra",
+    model: options.Model = "resnet50",
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="A step under FSDP2: weights are sent, too.")
+        bool, Option("--sharded", help="A step under FSDP2: weights are sent, too.")
     ] = False,
     method_names: Annotated[
-        str | None, typer.Option("--methods", help="With --sharded: as of bench train --sharded.")
+        Text, Option("--methods", help="With --sharded: as of bench train --sharded.")
     ] = None,
-    forward: Annotated[
-        float | None,
-        typer.Option(help="With --sharded: its seconds; half of --backward.", callback=finite),
-    ] = None,
+    forward: Annotated[Real, number("With --sharded: its seconds; half of --backward.")] = None,
     blocking: Annotated[
-        bool, typer.Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
+        bool, Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
     ] = False,
-    sweep: Annotated[
-        str | None, typer.Option("--sweep", help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="A FILE.png or FILE.svg.")] = None,
-    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
-    cores: Annotated[
-        float | None,
-        typer.Option(help="That all ranks share; each has its own unless given.", callback=finite),
-    ] = None,
-    backward: Annotated[
-        float,
-        typer.Option(
-            help="Seconds in which gradients become ready, one after the other.", callback=finite
-        ),
-    ] = 0.0,
-    segments: Annotated[int | None, typer.Option(help="Pipeline units a chunk.")] = None,
-    partitions: Annotated[int | None, typer.Option(help="Of parameter_server.")] = None,
-    coordinated: Annotated[bool, typer.Option("--coordinated", help="Send in rounds.")] = False,
-    threads: Annotated[int, typer.Option(help="Threads per kernel.")] = 1,
-    curves: Annotated[
-        Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
+    sweep: Annotated[Text, Option(help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")] = None,
+    plot: Annotated[Path | None, Option(help="A FILE.png or FILE.svg.")] = None,
+    per_node: options.PerNode = 1,
+    cores: options.Cores = None,
+    backward: options.Backward = 0.0,
+    segments: Annotated[Whole, Option(help="Pipeline units a chunk.")] = None,
+    partitions: Annotated[Whole, Option(help="Of parameter_server.")] = None,
+    coordinated: Annotated[bool, Option("--coordinated", help="Send in rounds.")] = False,
+    threads: options.KernelThreads = 1,
+    curves: options.CurvesFile = None,
+    fresh: options.Fresh = False,
     validate: Annotated[
-        bool, typer.Option("--validate", help="Compare with the lab, at its own points.")
+        bool, Option("--validate", help="Compare with the lab, at its own points.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Validate fewer points.")] = False,
-    json_file: Json = None,
+    quick: Annotated[bool, Option("--quick", help="Validate fewer points.")] = False,
+    json_file: options.Json = None,
 ) -> None:
     """Predict what a step's collectives take, on simulated networks."""
     from gradwire_tools.bench.paper import validate as validation

@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from gradwire_tools.cli.options import Json, Net, finite, names
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Text, Whole, names, number
 from gradwire_tools.cli.output import output
 
 
 def probe(
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Number of ranks; 2, or as torchrun has started.")
-    ] = None,
-    net: Net = "none",
+    ranks: Annotated[Whole, Option(help="Number of ranks; 2, or as torchrun has started.")] = None,
+    net: options.Net = "none",
     codec_name: Annotated[
-        str | None, typer.Option("--codec", help="Of which kernels are measured; qsgd,topk.")
+        Text, Option("--codec", help="Of which kernels are measured; qsgd,topk.")
     ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(help="That the links should take; slow ones take longer.", callback=finite),
-    ] = 5.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew.")] = False,
-    json_file: Json = None,
+    seconds: Annotated[float, number("That the links should take; slow ones take longer.")] = 5.0,
+    fresh: Annotated[bool, Option("--fresh", help="Measure anew.")] = False,
+    json_file: options.Json = None,
 ) -> None:
     """Latency and bandwidth between all ranks, and what codecs' kernels cost here.
 

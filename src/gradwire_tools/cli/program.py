@@ -84,30 +84,26 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str] | None) -> int:
     try:
-        code = app(given, prog_name="gradwire", standalone_mode=False)
-        if code == INTERRUPTED:
-            _say("interrupted")
-        return code if isinstance(code, int) else OK
+        ended: object = app(given, prog_name="gradwire", standalone_mode=False)
+        if ended != INTERRUPTED:
+            return ended if isinstance(ended, int) else OK
+        said, code = "interrupted", INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
-        return INTERRUPTED
+        said, code = "interrupted", INTERRUPTED
     except _Terminated:
-        _say("terminated")
-        return TERMINATED
-    except ConfigError as error:
-        _say(str(error))
-        return BAD_INPUT
+        said, code = "terminated", TERMINATED
     except _UsageError as error:
-        return _misused(error)
-    except GradwireError as error:
-        _say(str(error))
-        return FAILED
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # as `gradwire codec list --json - | head -1`
+        said, code = _misused(error), BAD_INPUT
+    except ConfigError as error:
+        said, code = str(error), BAD_INPUT
+    except (GradwireError, OSError) as error:
+        said, code = str(error), FAILED
+        if getattr(error, "errno", None) == errno.EPIPE:  # `gradwire codec list --json - | head -1`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains at its end
-        else:
-            _say(str(error))
-        return FAILED
+            return FAILED
+    if said:
+        typer.secho(f"gradwire: {said}", err=True, fg="red")
+    return code
 
 
 class _Terminated(BaseException):
@@ -138,17 +134,12 @@ def _sigterm_cleans_up() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _misused(error: Exception) -> int:
-    """Print what Typer says of the arguments; without any arguments, the help."""
+def _misused(error: Exception) -> str:
+    """What Typer says of the arguments, in a line; without any arguments print the help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()  # type: ignore[attr-defined]
-        return BAD_INPUT
+        return ""
     message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "gradwire"
-    _say(f"{message.rstrip('.')}; see {where} --help")
-    return BAD_INPUT
-
-
-def _say(message: str) -> None:
-    typer.secho(f"gradwire: {message}", err=True, fg="red")
+    return f"{message.rstrip('.')}; see {where} --help"

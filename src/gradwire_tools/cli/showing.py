@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from gradwire_tools.cli.options import Json, writable
+from gradwire_tools.cli import options
+from gradwire_tools.cli.options import Text, writable
 from gradwire_tools.cli.output import output
 
-Page = Annotated[Path, typer.Option("--output", help="The HTML page.")]
+Page = Annotated[Path, Option("--output", help="The HTML page.")]
 
 
 def demo(
     page: Page = Path("report.html"),
-    net: Annotated[str | None, typer.Option("--net", help="Instead of one chosen here.")] = None,
-    json_file: Json = None,
+    net: Annotated[Text, Option(help="Instead of one chosen here.")] = None,
+    json_file: options.Json = None,
 ) -> None:
     """Train a GPT over a slow emulated network, with and without gradwire (3 minutes)."""
     from gradwire_tools import demo as demonstration
@@ -27,11 +29,10 @@ def demo(
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Rows that --json FILE wrote.")],
+    files: Annotated[list[Path], Argument(help="Rows that --json FILE wrote.")],
     page: Page = Path("report.html"),
     svg: Annotated[
-        Path | None,
-        typer.Option("--svg", metavar="FILE", help="Only a figure: losses, or gains by network."),
+        Path | None, Option(metavar="FILE", help="Only a figure: losses, or gains by network.")
     ] = None,
 ) -> None:
     """Make one self-contained HTML page with figures from benchmark rows."""

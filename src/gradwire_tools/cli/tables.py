@@ -44,88 +44,61 @@ HEADINGS = {
     "op": "kernel",
 }  # of keys that the rules of `heading` do not make short and plain
 _FACTORS = {"latency_us": 1e-3, "alpha": 1e3, "beta": 1e9, "bandwidth": 1e-6, "nbytes": 1e-6}
-
-_FRAME = 3  # characters per column: a border and a space on either side; one border more at the end
-_BARE = 2  # without borders
+_UNITS = {"seconds": ("ms", 1e3), "bytes": ("MB", 1e-6)}  # by how keys end
 
 
 def show(console: Console, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Print the values of `columns`, keys of the rows."""
-    whole = [[heading(column) for column in columns]]
-    whole += [[_text(column, row.get(column)) for column in columns] for row in rows]
-    same = [n for n, (_, *cells) in enumerate(zip(*whole, strict=True)) if len({*cells}) == 1]
-    same = same if len(rows) > 1 else []
-    other = [[cell for n, cell in enumerate(row) if n not in same] for row in whole]
-    for frame, table in ((_FRAME, whole), (_FRAME, other), (_BARE, whole), (_BARE, other)):
-        widths = _widths(table, console.width, frame)
+    whole = [[heading(key), *(_text(key, one.get(key)) for one in rows)] for key in columns]
+    same = [column for column in whole if len(rows) > 1 and len({*column[1:]}) == 1]
+    other = [column for column in whole if column not in same]
+    for framed, told in ((True, whole), (True, other), (False, whole), (False, other)):
+        widths = _widths(console.width, told, framed)
         if widths is None:
             continue
-        if table is other:
-            said = ", ".join(f"{whole[0][n]} {whole[1][n]}" for n in same)
+        if told is other:
+            said = ", ".join(" ".join(column[:2]) for column in same)
             console.print(Text(f"In all rows: {said}."))
-        _draw(console, table, widths, frame)
+        table = Table() if framed else Table(box=None, padding=(0, 2, 0, 0))
+        for (title, *_), width in zip(told, widths, strict=True):
+            table.add_column(title, width=width, overflow="fold")
+        for row in list(zip(*told, strict=True))[1:]:
+            table.add_row(*map(Text, row))
+        console.print(table)
         return
-    _show_lines(console, whole[0], whole[1:])
+    for index in range(len(rows)):
+        if index:
+            console.print()
+        for title, *cells in whole:
+            console.print(Text(f"{title}: {cells[index]}"), soft_wrap=True)
 
 
-def _draw(
-    console: Console, table: Sequence[Sequence[str]], widths: Sequence[int], frame: int
-) -> None:
-    drawn = Table() if frame == _FRAME else Table(box=None, padding=(0, _BARE, 0, 0))
-    for title, width in zip(table[0], widths, strict=True):
-        drawn.add_column(title, width=width, overflow="fold")
-    for row in table[1:]:
-        drawn.add_row(*map(Text, row))
-    console.print(drawn)
+def _widths(most: int, columns: Sequence[Sequence[str]], framed: bool) -> list[int] | None:
+    """The characters of each column, within `most` in all; None if a word would be broken."""
+    room = most - (3 * len(columns) + 1 if framed else 2 * len(columns))
+    words = [max(map(cell_len, " ".join(cells).split()), default=1) for cells in columns]
+    lines = [max(map(cell_len, cells)) for cells in columns]
+    count = max(1, len(columns))
+    for size in range(most * count, -1, -1):
+        limit, more = divmod(size, count)  # of columns that can wrap; one more of the first ones
+        limits = [limit + (at < more) for at in range(len(columns))]
+        widths = list(map(max, words, map(min, lines, limits)))
+        if sum(widths) <= room:
+            return widths
+    return None
 
 
 def heading(column: str) -> str:
     """Of a key: in words, with the unit in which `show` prints it."""
-    if column in HEADINGS:
-        return HEADINGS[column]
-    for end, unit in (("_seconds", "ms"), ("_bytes", "MB")):
-        if column.endswith(end):
-            return f"{column.removesuffix(end)} ({unit})".replace("_", " ")
-    return column.replace("_", " ")
+    name, _, end = column.rpartition("_")
+    said = f"{name} ({_UNITS[end][0]})" if end in _UNITS else column
+    return HEADINGS.get(column, said.replace("_", " "))
 
 
 def _factor(column: str) -> float:
     """From what a row has to what is printed."""
-    if column in _FACTORS:
-        return _FACTORS[column]
-    of = {"seconds": 1e3, "bytes": 1e-6}
-    return of.get(column.rpartition("_")[2], 1.0)
-
-
-def _show_lines(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """One line per value, and an empty line between rows."""
-    for index, row in enumerate(cells):
-        if index:
-            console.print()
-        for heading, cell in zip(headings, row, strict=True):
-            console.print(Text(f"{heading}: {cell}"), soft_wrap=True)
-
-
-def _widths(rows: Sequence[Sequence[str]], most: int, frame: int) -> list[int] | None:
-    """The characters of each column, within `most` in all; None if a word would be broken."""
-    columns = list(zip(*rows, strict=True))
-    room = most - frame * len(columns) - (frame == _FRAME)
-    words = [
-        max(cell_len(word) for cell in cells for word in ["", *cell.split()]) for cells in columns
-    ]
-    whole = [max(map(cell_len, cells)) for cells in columns]
-    widths = [max(1, word) for word in words]
-    spare = room - sum(widths)
-    if spare < 0:
-        return None
-    while spare and any(width < wanted for width, wanted in zip(widths, whole, strict=True)):
-        # the narrowest of the columns that lack room
-        narrow = min(
-            (i for i in range(len(widths)) if widths[i] < whole[i]), key=widths.__getitem__
-        )
-        widths[narrow] += 1
-        spare -= 1
-    return widths
+    _, usual = _UNITS.get(column.rpartition("_")[2], ("", 1.0))
+    return _FACTORS.get(column, usual)
 
 
 def _text(column: str, value: object) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from gradwire.errors import ConfigError
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import SCHEDULED, Json, Quick, finite, names, numbers
+from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers
 from gradwire_tools.cli.output import Output, output
 
 if TYPE_CHECKING:
@@ -19,41 +19,33 @@ if TYPE_CHECKING:
 def bench_train(
     task: options.Task = "gpt",
     task_option: options.TaskOption = None,
-    split: Annotated[str, typer.Option(help="iid, or by-class: some classes per rank.")] = "iid",
-    net: Annotated[str | None, typer.Option("--net", help=SCHEDULED)] = None,
+    split: Annotated[str, Option(help="iid, or by-class: some classes per rank.")] = "iid",
+    net: Annotated[Text, Option(help=options.SCHEDULED)] = None,
     nodes: options.Nodes = None,
     method_names: Annotated[
-        str | None, typer.Option("--methods", help="Names, or CODEC:OPTION=VALUE:...")
+        Text, Option("--methods", help="Names, or CODEC:OPTION=VALUE:...")
     ] = None,
     seeds: options.Seeds = "0",
     steps: options.Steps = None,
     patience: Annotated[
-        int | None,
-        typer.Option(help="End a method when its rolling loss did not improve for N evaluations."),
+        Whole, Option(help="End a method when its rolling loss did not improve for N evaluations.")
     ] = None,
-    target: Annotated[
-        float | None, typer.Option(help="Validation loss to reach.", callback=finite)
-    ] = None,
-    target_at: Annotated[
-        float | None,
-        typer.Option("--target-at", help="Target: fp32's loss at this share.", callback=finite),
-    ] = None,
+    target: Annotated[Real, number("Validation loss to reach.")] = None,
+    target_at: Annotated[Real, number("Target: fp32's loss at this share.")] = None,
     compose: Annotated[
-        bool, typer.Option("--compose", help="Train once; time steps on each of --nets.")
+        bool, Option("--compose", help="Train once; time steps on each of --nets.")
     ] = False,
-    nets: Annotated[
-        str | None, typer.Option("--nets", help="Networks, separated by semicolons.")
-    ] = None,
+    nets: Annotated[Text, Option(help="Networks, separated by semicolons.")] = None,
     validate: Annotated[
-        bool, typer.Option("--validate", help="Train on each of --nets as a whole, too.")
+        bool, Option("--validate", help="Train on each of --nets as a whole, too.")
     ] = False,
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="Train under FSDP2: weights are sent, too.")
+        bool, Option("--sharded", help="Train under FSDP2: weights are sent, too.")
     ] = False,
-    accumulate: Annotated[int, typer.Option(help="With --sharded: micro-batches per step.")] = 1,
+    accumulate: Annotated[int, Option(help="With --sharded: micro-batches per step.")] = 1,
     resume: options.Resume = False,
-    quick: Quick = False,
-    json_file: Json = None,
+    quick: options.Quick = False,
+    json_file: options.Json = None,
 ) -> None:
     """Train with several methods; report time to accuracy against 16 bit."""
     from gradwire_tools.bench.train import train, train_view
@@ -88,11 +80,8 @@ def trained(
     """The rows of a run, written as they come."""
     from gradwire_tools.bench.train import train_view
 
-    rows = []
-    for row in train_view.watch(config, out.remarks, _state_of(json_file, resume), resume):
-        out.row(row)
-        rows.append(row)
-    return rows
+    state = _state_of(json_file, resume)
+    return list(out.each(train_view.watch(config, out.remarks, state, resume)))
 
 
 def _networks(compose: bool, text: str | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -21,11 +22,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from gradwire.errors import ConfigError, TransportError
-from gradwire_tools.lab import links, program
+from gradwire_tools.lab import links
 from gradwire_tools.lab.network import Network
 from gradwire_tools.lab.ports import free_port
 from gradwire_tools.lab.schedule import Schedule
@@ -55,6 +55,7 @@ class NodeProcess:
         argv: its command.
         pid: its process id inside the lab, not on the host.
         returncode: None while it runs; then its exit code, negative for a signal.
+        ended: set once it has ended.
     """
 
     def __init__(self, lab: Lab, id: int, rank: int, argv: Sequence[str]) -> None:
@@ -64,14 +65,14 @@ class NodeProcess:
         self.returncode: int | None = None
         self._lab = lab
         self._id = id
-        self._ended = threading.Event()
+        self.ended = threading.Event()
 
     def poll(self) -> int | None:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
-        if not self._ended.wait(timeout):
+        if not self.ended.wait(timeout):
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.argv, timeout)
         assert self.returncode is not None
@@ -84,7 +85,7 @@ class NodeProcess:
 
     def _end(self, code: int) -> None:
         self.returncode = code
-        self._ended.set()
+        self.ended.set()
 
 
 class Lab:
@@ -145,12 +146,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -269,17 +265,16 @@ class Lab:
         ]
 
     def _build(self) -> str:
-        request: dict[str, Any] = {
-            "nodes": self.nodes,
-            "rate": round(self.net.rate_bits_per_s),
-            "latency_ns": self.net.latency_ns,
-            "delays": self.schedule.delays,
-            "latency_by": self.latency_by,
-        }
-        built = self._ask("build", line=None, **request)
-        if built["latency_by"] == "compile":
-            built = self._ask("build", line=program.delay_line(), **request)
-        return str(built["latency_by"])
+        build = functools.partial(
+            self._ask,
+            "build",
+            nodes=self.nodes,
+            rate=round(self.net.rate_bits_per_s),
+            latency_ns=self.net.latency_ns,
+            latency_by=self.latency_by if self.schedule.delays else "bridge",
+        )
+        built = build(line=None)
+        return str(build(line=delay_line()) if built == "compile" else built)
 
     def _ask(self, op: str, fds: Sequence[int] = (), **request: Any) -> Any:
         with self._asking:
@@ -317,6 +312,32 @@ class Lab:
         for process in self._processes.values():
             if process.returncode is None:
                 process._end(-9)
+
+
+def delay_line() -> str:
+    """The path of the compiled delay line; compiles it unless the cache has this source's program.
+
+    Raises:
+        ConfigError: there is no C compiler, it fails, or others control the cache folder.
+    """
+    # Imported here since the supervisor imports this package and must not import torch.
+    from gradwire.lang import kernel_cache
+    from gradwire.lang.jit import CompileError, compiler, run
+
+    source = Path(__file__).with_name("delay_line.c")
+    name = f"delay_line-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+    try:
+        gcc = compiler()
+        program = kernel_cache.obtain(
+            kernel_cache.folder() / name,
+            lambda made: run([gcc, "-O2", "-o", str(made), str(source)]),
+        )
+    except (CompileError, OSError) as error:
+        raise ConfigError(
+            f"the lab cannot compile its delay line, which replaces netem: {error}; "
+            "install a C compiler, or set no latency, as in '1gbit,0ms'"
+        ) from None
+    return str(program)
 
 
 @functools.cache

@@ -13,8 +13,7 @@ import os
 import signal
 import socket
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 _NEWNS, _NEWUTS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -57,16 +56,12 @@ def settle(hosts: str) -> None:
 
 
 class Node:
-    """A network namespace with its own host name, kept alive by two descriptors alone.
+    """A network namespace with its own host name, kept alive by two descriptors alone."""
 
-    `settings`: of the network, by their path under /proc/sys/net.
-    """
-
-    def __init__(self, hostname: str, settings: Mapping[str, str]) -> None:
+    def __init__(self, hostname: str) -> None:
         with _returning():
             _check(_libc.unshare(_NEWNET | _NEWUTS), "unshare (net and uts namespaces of a node)")
             socket.sethostname(hostname)
-            _write(settings)
             self._fds = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
 
     def enter(self) -> None:
@@ -75,17 +70,12 @@ class Node:
             _setns(fd)
 
     def set(self, settings: Mapping[str, str]) -> None:
-        """Change the settings of its network."""
+        """Set its network, by paths under /proc/sys/net."""
         with _returning():
             self.enter()
-            _write(settings)
-
-
-def _write(settings: Mapping[str, str]) -> None:
-    """Set the present network's settings."""
-    for name, value in settings.items():
-        with open(f"/proc/sys/net/{name}", "w") as file:
-            file.write(value)
+            for name, value in settings.items():
+                with open(f"/proc/sys/net/{name}", "w") as file:
+                    file.write(value)
 
 
 @contextlib.contextmanager
@@ -121,21 +111,6 @@ def kill_descendants() -> None:
                 for pid in file.read().split():
                     os.kill(int(pid), signal.SIGKILL)
             os.waitpid(-1, 0)
-
-
-def fork(child: Callable[[], object]) -> int:
-    """Run `child` in a new process, which exits when it returns; the new process's pid."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            child()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
 
 
 def _setns(fd: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TextIO
+from typing import Any, TextIO
 
 from gradwire.errors import ConfigError
 from gradwire_tools.lab.client import Lab, NodeProcess
@@ -100,35 +99,22 @@ def launch(
 
 
 def run_command(
-    argv: Sequence[str],
-    nodes: int,
-    net: str,
-    timeout: float | None = None,
-    output: str = "prefix",
-    log_dir: str | os.PathLike[str] | None = None,
-    grace: float = 30.0,
-    length: float | None = None,
+    argv: Sequence[str], nodes: int, net: str, length: float | None = None, **how: Any
 ) -> int:
     """`gradwire lab run`: `launch`, and one exit code for all nodes, by the shell's conventions.
 
     The exit code of the first node that failed by itself, 128 + the signal if one was killed, 124
     after a timeout, 130 after Ctrl-C, 0 on success. Raises ConfigError as `launch` does.
+
+    Args:
+        how: other arguments of `launch`.
     """
     if not argv:
         raise ConfigError("nothing to run: write the command after --")
     if length is not None and not length > 0:
         raise ConfigError(f"length={length:g}: give a number of seconds above 0")
     try:
-        codes = launch(
-            argv,
-            nodes,
-            Schedule.parse(net),
-            timeout=timeout,
-            output=output,
-            log_dir=log_dir,
-            grace=grace,
-            length=length,
-        )
+        codes = launch(argv, nodes, Schedule.parse(net), length=length, **how)
     except TimeoutError as error:
         print(f"lab: {error}", file=sys.stderr, flush=True)
         return 124
@@ -164,7 +150,7 @@ def _wait(
         if terminate_at is not None and now > terminate_at:
             _stop(running, signal.SIGTERM)
             terminate_at = math.inf
-        _ended(running[0], _POLL_S)
+        running[0].ended.wait(_POLL_S)
 
 
 def _follow(lab: Lab, begun: float, err: TextIO) -> None:
@@ -182,14 +168,5 @@ def _stop(processes: list[NodeProcess], gently: signal.Signals) -> None:
         process.send_signal(gently)
     deadline = time.monotonic() + _TERMINATION_S
     for process in processes:
-        if not _ended(process, deadline - time.monotonic()):
+        if not process.ended.wait(deadline - time.monotonic()):
             process.send_signal(signal.SIGKILL)
-
-
-def _ended(process: NodeProcess, timeout: float) -> bool:
-    """Whether it ends within `timeout` seconds."""
-    try:
-        process.wait(max(0.0, timeout))
-    except subprocess.TimeoutExpired:
-        return False
-    return True

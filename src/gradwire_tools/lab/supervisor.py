@@ -28,7 +28,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from gradwire_tools.lab import links, namespaces
@@ -43,18 +42,18 @@ def main(control_fd: int, caller_pid: int, isolated: bool) -> None:
     if os.getppid() != caller_pid:
         return
     control = socket.socket(fileno=control_fd)
-    if not isolated:
-        Supervisor(control, caller, isolated=False).serve()
-        return
-    try:
-        namespaces.leave_host()
-    except OSError as error:
-        _send(control, {"error": _reason(error)})
-        return
-    inner = namespaces.fork(lambda: Supervisor(control, caller, isolated=True).serve())
-    # This outer process stays, so that its end tells the caller that the lab is gone.
-    control.close()
-    os.waitpid(inner, 0)
+    if isolated:
+        try:
+            namespaces.leave_host()
+        except OSError as error:
+            _send(control, {"error": _reason(error)})
+            return
+        if inner := os.fork():
+            # This outer process stays, so that its end tells the caller that the lab is gone.
+            control.close()
+            os.waitpid(inner, 0)
+            return
+    Supervisor(control, caller, isolated).serve()
 
 
 class Supervisor:
@@ -65,16 +64,17 @@ class Supervisor:
         self.caller = caller
         self.isolated = isolated
         self.nodes: list[namespaces.Node] = []
-        self.pids: dict[int, int] = {}  # pid -> the caller's id of a running node process
+        # pid -> the caller's id of a running node process, and the process
+        self.running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self.line: subprocess.Popen[bytes] | None = None
         self.latency_by = ""
 
     def serve(self) -> None:
         namespaces.inherit_orphans()
-        # A signal handler must exist for the wake-up descriptor to be written to.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(name, signal.SIG_IGN)
+        # Handlers that do nothing: SIGCHLD's has the wake-up descriptor written to, and nodes'
+        # processes inherit no handlers, while they would inherit that a signal is ignored.
+        for name in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(name, lambda *_: None)
         wake_up, wake_up_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_up_end, warn_on_full_buffer=False)
         try:
@@ -89,7 +89,8 @@ class Supervisor:
                     break
         except (BrokenPipeError, ConnectionResetError):
             pass  # the caller has ended, so the supervisor ends too
-        namespaces.kill_descendants()
+        if not self.isolated:  # with pid 1 of a namespace the kernel kills all others
+            namespaces.kill_descendants()
 
     def _serve_one(self) -> bool:
         """Answer one request; False once the caller has closed its end."""
@@ -99,18 +100,11 @@ class Supervisor:
         if not data:
             return False
         request = json.loads(data)
-        operations: dict[str, Callable[..., Any]] = {
-            "build": self.build,
-            "change": self.change,
-            "spawn": self.spawn,
-            "kill": self.kill,
-            "link": self.link,
-        }
-        operation = operations[request.pop("op")]
+        operation = getattr(self, request.pop("op"))
         number = request.pop("number")
         try:
             _send(self.control, {"number": number, "ok": operation(*fds, **request)})
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             _send(self.control, {"number": number, "error": _reason(error)})
         finally:
             for fd in fds:
@@ -122,28 +116,25 @@ class Supervisor:
         nodes: int,
         rate: int,
         latency_ns: int,
-        delays: bool,
         latency_by: str | None,
         line: str | None,
-    ) -> dict[str, str]:
-        """Make the nodes and their links; returns what carries the latency: `{"latency_by": ...}`.
+    ) -> str:
+        """Make the nodes and their links; returns what carries the latency.
 
-        `latency_by` requests "netem" or "line"; None takes netem where the kernel has it. Without
-        `delays` there is never a latency, and a plain bridge serves. The answer "compile" means
-        that nothing was built: the caller must repeat the request with `line`, the path of the
-        delay line's program.
+        `latency_by` requests "netem" or "line", or "bridge", where there is never a latency; None
+        takes netem where the kernel has it. The answer "compile" means that nothing was built: the
+        caller must repeat the request with `line`, the path of the delay line's program.
         """
-        if delays and latency_by is None:
-            latency_by = "line" if self._try("tc", links.tc_try_netem()) else "netem"
-        if not delays:
-            latency_by = "bridge"
+        if latency_by is None:
+            latency_by = "netem" if self._has_netem() else "line"
         if latency_by == "line" and line is None:
-            return {"latency_by": "compile"}
-        self.latency_by = str(latency_by)
+            return "compile"
+        self.latency_by = latency_by
         namespaces.settle(links.hosts(nodes))
         settings = links.settings(rate, latency_ns)
         for rank in range(nodes):
-            node = namespaces.Node(links.hostname(rank), settings)
+            node = namespaces.Node(links.hostname(rank))
+            node.set(settings)
             self.nodes.append(node)
             self._run("ip", links.ip_node(rank, nodes, os.getpid()), node)
         self._run("ip", links.ip_switch(nodes, bridge=latency_by != "line"))
@@ -158,7 +149,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
             )
             self._await_line()
-        return {"latency_by": self.latency_by}
+        return latency_by
 
     def change(self, rate: int, latency_ns: int) -> None:
         """Give all links another rate and latency. Packets in the queues stay there."""
@@ -190,44 +181,39 @@ class Supervisor:
             raise RuntimeError("the delay line has ended; see its message above")
 
     def spawn(
-        self,
-        *fds: int,
-        id: int,
-        rank: int,
-        argv: list[str],
-        env: dict[str, str],
-        cwd: str,
+        self, stdin: int, stdout: int, stderr: int, id: int, rank: int, argv: list[str], **how: Any
     ) -> int:
-        """Run `argv` on node `rank` as the leader of a new session; returns its pid in the lab."""
+        """Run `argv` on node `rank` as the leader of a new session; returns its pid in the lab.
+
+        Args:
+            how: its `env` and `cwd`.
+        """
         supervisor = os.getpid()
 
-        def child() -> None:
-            try:
-                if self.isolated:
-                    self.nodes[rank].enter()
-                else:
-                    namespaces.die_with_parent(supervisor)
-                os.setsid()
-                for target, fd in enumerate(fds):
-                    os.dup2(fd, target)
-                for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-                    signal.signal(name, signal.SIG_DFL)
-                os.chdir(cwd)
-                os.execvpe(argv[0], argv, env)
-            except OSError as error:
-                # As in a shell: 127 if the command does not exist, 126 if it cannot be executed.
-                print(f"{argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
-                os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+        def enter() -> None:
+            if self.isolated:
+                self.nodes[rank].enter()
+            else:
+                namespaces.die_with_parent(supervisor)
 
-        pid = namespaces.fork(child)
-        self.pids[pid] = id
-        return pid
+        how |= {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        how |= {"preexec_fn": enter, "start_new_session": True}
+        try:
+            process = subprocess.Popen(argv, **how)
+        except OSError as error:
+            # As in a shell: 127 if the command does not exist, 126 if it cannot be executed.
+            os.write(stderr, f"{argv[0]}: {error.strerror}\n".encode())
+            code = 127 if isinstance(error, FileNotFoundError) else 126
+            _send(self.control, {"exited": id, "code": code})
+            return 0
+        self.running[process.pid] = id, process
+        return process.pid
 
     def kill(self, id: int, signal_number: int) -> None:
         """Signal the process group of a node's process."""
-        for pid, owner in self.pids.items():
+        for pid, (owner, _) in self.running.items():
             if owner == id:
-                _signal_group(pid, signal_number)
+                os.killpg(pid, signal_number)
 
     def link(self, rank: int, up: bool) -> None:
         self._run("ip", links.ip_link(rank, up))
@@ -252,17 +238,20 @@ class Supervisor:
             if self.line is not None and pid == self.line.pid:
                 print("lab: the delay line died, and the lab with it", file=sys.stderr, flush=True)
                 os._exit(1)
-            if pid in self.pids:
-                code = os.waitstatus_to_exitcode(status)
-                _send(self.control, {"exited": self.pids.pop(pid), "code": code})
+            if pid in self.running:
+                id, process = self.running.pop(pid)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                _send(self.control, {"exited": id, "code": process.returncode})
+
+    def _has_netem(self) -> bool:
+        try:
+            self._run("tc", links.tc_try_netem())
+        except RuntimeError:
+            return False
+        return True
 
     def _run(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> None:
-        problem = self._try(tool, batch, node)
-        if problem is not None:
-            raise RuntimeError(problem)
-
-    def _try(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> str | None:
-        """Run a batch of `ip` or `tc` commands in `node`, or in the switch; returns the error."""
+        """Run a batch of `ip` or `tc` commands in `node`, or in the switch."""
         done = subprocess.run(
             [_program(tool), "-batch", "-"],
             input="\n".join(batch) + "\n",
@@ -271,9 +260,9 @@ class Supervisor:
             check=False,
             preexec_fn=node.enter if node is not None else None,
         )
-        if done.returncode == 0:
-            return None
-        return f"{tool}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
+        if done.returncode:
+            said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+            raise RuntimeError(f"{tool}: {said}")
 
 
 def _program(tool: str) -> str:
@@ -282,14 +271,6 @@ def _program(tool: str) -> str:
     if path is None:
         raise RuntimeError(f"the program {tool} is missing (package iproute2)")
     return path
-
-
-def _signal_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        # Between fork and setsid the group does not exist yet.
-        os.kill(pid, number)
 
 
 def _reason(error: Exception) -> str:

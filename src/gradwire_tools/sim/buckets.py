@@ -46,26 +46,18 @@ def ddp_buckets(
             rotation(number, world_size),
         )
         specs.append(spec)
-    filled: list[Bucket] = []
-    bucket: Bucket = ()
-    for spec in reversed(specs):
-        bucket = (*bucket, spec)
-        if _nbytes(bucket) >= (_BYTES if filled else _FIRST_BYTES):
-            filled.append(bucket)
-            bucket = ()
-    return _combined([*filled, bucket] if bucket else filled, coalesce_bytes)
+    filled = _combined([(spec,) for spec in reversed(specs)], _FIRST_BYTES, _BYTES)
+    return _combined(filled, coalesce_bytes, coalesce_bytes)
 
 
-def _combined(buckets: Sequence[Bucket], least_bytes: int) -> list[Bucket]:
+def _combined(buckets: Sequence[Bucket], first_bytes: int, least_bytes: int) -> list[Bucket]:
+    """Buckets of these bytes or more, but for the last."""
     combined: list[Bucket] = []
     waiting: Bucket = ()
     for bucket in buckets:
         waiting += bucket
-        if _nbytes(waiting) >= least_bytes:
+        nbytes = sum(spec.numel * spec.dtype.itemsize for spec in waiting)
+        if nbytes >= (least_bytes if combined else first_bytes):
             combined.append(waiting)
             waiting = ()
     return [*combined, waiting] if waiting else combined
-
-
-def _nbytes(bucket: Bucket) -> int:
-    return sum(spec.numel * spec.dtype.itemsize for spec in bucket)

@@ -22,22 +22,12 @@ from typing import Any
 
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
+from gradwire_tools.sim.fabric import Software
 from gradwire_tools.sim.rank import Overheads
 
+__all__ = ["Curve", "Curves", "Software", "load"]
+
 Curve = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Software:
-    """The fields of gradwire_tools.sim.fabric.Link that do not depend on the network."""
-
-    goodput: float = 1.0
-    shared: float = 1.0
-    settling: float = 0.0
-    overhead: float = 0.0
-    stack: float = 0.0
-    message: float = 0.0
-    memory: float = math.inf
 
 
 @dataclass(frozen=True)

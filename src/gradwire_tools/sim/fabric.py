@@ -1,4 +1,4 @@
-"""The links between nodes, on a virtual clock.
+"""The links between nodes, on a virtual clock, and which rank receives what they carry.
 
 A node has one full-duplex link: its egress and its ingress each serve at the link's rate. A message
 occupies both; it reaches the ingress one latency after the egress. Messages from one rank to
@@ -12,12 +12,15 @@ receive, as in gloo.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+from gradwire.engine import Graph
 from gradwire_tools.sim.clock import Callback, Clock, Thread
+from gradwire_tools.sim.symmetry import Symmetry
 
 _PARCEL_BYTES = 1 << 16  # the kernel passes as many to a link at a time
 _SETTLING = 0.3  # largest settling loss per parcel, as a share of the parcel's time
@@ -25,41 +28,52 @@ _PARCELS = 16  # per large message, at most: connections still share a link fair
 
 
 @dataclass(frozen=True)
-class Link:
-    """A node's link, and the software at both ends.
+class Software:
+    """What messages cost beside the wire's rate and latency, at both ends.
 
     Attributes:
-        rate: bytes per second in each direction; `inf` for no limit.
         goodput: the share of the rate that messages to one rank get; headers take the rest.
         shared: the share of the rate that messages to several ranks get together.
         settling: seconds lost when several connections start to share an idle link, before TCP
             has adapted to its share.
-        latency: seconds from one node to another.
         overhead: seconds per message beyond latency and rate, whatever its size.
         stack: seconds of core time per byte, once to send it and once to receive it.
         message: seconds of core time per message, alike; over memory only to receive it.
         memory: bytes per second between ranks of a node.
     """
 
-    rate: float
     goodput: float = 1.0
     shared: float = 1.0
     settling: float = 0.0
-    latency: float = 0.0
     overhead: float = 0.0
     stack: float = 0.0
     message: float = 0.0
-    memory: float = float("inf")
+    memory: float = math.inf
+
+
+@dataclass(frozen=True)
+class Link(Software):
+    """A node's link, and its software.
+
+    Attributes:
+        rate: bytes per second in each direction; `inf` for no limit.
+        latency: seconds from one node to another.
+    """
+
+    rate: float = math.inf
+    latency: float = 0.0
 
 
 class Endpoint(Protocol):
     """A rank, as the fabric sees it.
 
     Attributes:
+        number: the rank.
         node: the index of its node.
         stack: the thread that serves its connections.
     """
 
+    number: int
     node: int
     stack: Thread
 
@@ -76,7 +90,6 @@ class Message:
         name: the name under which its receiver expects it.
         sender, receiver: the simulated ranks that send and receive it.
         peer: the destination rank; messages to one rank stay in order.
-        same_node: whether sender and receiver are on one node.
         left: bytes not yet sent.
         sent: called when the send buffer is free again.
         number: the order of posting.
@@ -86,27 +99,42 @@ class Message:
     sender: Endpoint
     receiver: Endpoint
     peer: int
-    same_node: bool
     left: int
     sent: Callback
-    number: int = 0
+    number: int
 
 
 class Fabric:
     """All links.
 
+    A message's name is (sender, receiver, job, role, segment, chunk), from the receiver's view.
+
     Args:
         largest: bytes of the largest message.
-        nodes: number of nodes.
+        nodes: number of simulated nodes.
+        per_node: ranks per node.
+        rotation: if node 0 represents all: what makes other nodes' messages its own.
 
     Attributes:
+        ranks: the simulated ranks, in order.
         moved: bytes that left each node.
     """
 
-    def __init__(self, clock: Clock, link: Link, largest: int, nodes: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        link: Link,
+        largest: int,
+        nodes: int,
+        per_node: int,
+        rotation: Symmetry | None = None,
+    ) -> None:
         self.clock = clock
         self.link = link
+        self.ranks: list[Endpoint] = []
         self.moved = [0] * nodes
+        self._per_node = per_node
+        self._rotation = rotation
         self._parcel = max(_PARCEL_BYTES, -(-largest // _PARCELS))
         self._requested: set[Hashable] = set()
         self._posted: dict[Hashable, Message] = {}
@@ -116,20 +144,38 @@ class Fabric:
         self._ingress = [0.0] * nodes
         self._memory = [0.0] * nodes
 
-    def expect(self, name: Hashable, same_node: bool) -> None:
-        """The receiver of a message has posted the receive."""
-        latency = 0.0 if same_node else self.link.latency
-        self.clock.at(self.clock.now + latency + self.link.overhead, lambda: self._request(name))
+    def same_node(self, rank: int, peer: int) -> bool:
+        """Whether two ranks are on one node."""
+        return rank // self._per_node == peer // self._per_node
 
-    def send(self, message: Message) -> None:
-        """The sender has posted a message."""
+    def expect(self, rank: Endpoint, job: int, graph: Graph, task: int) -> Hashable:
+        """`rank` has posted a receive; returns the name of its message."""
+        b, peer = graph.message(task)[0], graph.peer[task]
+        place = graph.buffer_role[b], graph.buffer_segment[b], graph.buffer_chunk[b]
+        name = (peer, rank.number, job, *place)
+        latency = 0.0 if self.same_node(rank.number, peer) else self.link.latency
+        self.clock.at(self.clock.now + latency + self.link.overhead, lambda: self._request(name))
+        return name
+
+    def send(
+        self, rank: Endpoint, job: int, graph: Graph, task: int, nbytes: int, sent: Callback
+    ) -> None:
+        """`rank` has posted a send; `sent` is called when the send buffer is free again."""
+        b, peer = graph.message(task)[0], graph.peer[task]
+        role, segment, chunk = graph.buffer_role[b], graph.buffer_segment[b], graph.buffer_chunk[b]
+        sender, receiver = rank.number, peer
+        if self._rotation is not None:
+            back = -(peer // self._per_node)
+            sender, chunk = self._rotation.rank(sender, back), self._rotation.chunk(chunk, back)
+            receiver %= self._per_node
+        name = (sender, receiver, job, role, segment, chunk)
         self._number += 1
-        message.number = self._number
-        if message.name in self._requested:
-            self._requested.remove(message.name)
+        message = Message(name, rank, self.ranks[receiver], peer, nbytes, sent, self._number)
+        if name in self._requested:
+            self._requested.remove(name)
             self._leave(message)
         else:
-            self._posted[message.name] = message
+            self._posted[name] = message
 
     def _request(self, name: Hashable) -> None:
         """The sender learns that the receive is posted."""
@@ -148,7 +194,7 @@ class Fabric:
             self._leave(message)
 
     def _leave(self, message: Message) -> None:
-        if message.same_node:
+        if self.same_node(message.sender.number, message.peer):
             self._copy(message)
         else:
             self._queue(message)

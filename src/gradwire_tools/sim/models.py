@@ -37,7 +37,8 @@ def shapes(text: str) -> Shapes:
     """
     name = text.strip().lower()
     if name in MODELS:
-        return tuple(itertools.chain.from_iterable(map(_flat, MODELS[name]())))
+        parts = (part if isinstance(part, BlockShapes) else (part,) for part in MODELS[name]())
+        return tuple(itertools.chain.from_iterable(parts))
     sizes = tuple(_size(text, part) for part in text.split(","))
     if numel(sizes) > _MOST:
         raise _too_many(text)
@@ -56,18 +57,11 @@ def groups(text: str) -> tuple[Shapes, ...]:
     """
     name = text.strip().lower()
     if name not in MODELS:
-        return (*((_rows_first(shape),) for shape in shapes(text)), ())
+        sizes = shapes(text)
+        return (*(((size[1], 1) if size[:-1] == (1,) else size,) for size in sizes), ())
     parts = list(MODELS[name]())
     blocks = [tuple(part) for part in parts if isinstance(part, BlockShapes)]
     return (*blocks, tuple(part for part in parts if not isinstance(part, BlockShapes)))
-
-
-def _rows_first(shape: Shape) -> Shape:
-    return (shape[1], 1) if len(shape) == 2 and shape[0] == 1 else shape
-
-
-def _flat(part: Shape | BlockShapes) -> Shapes:
-    return tuple(part) if isinstance(part, BlockShapes) else (part,)
 
 
 def _too_many(text: str) -> ConfigError:

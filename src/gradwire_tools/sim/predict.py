@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from gradwire.algorithms import Algorithm, Hierarchical
+from gradwire.algorithms import Hierarchical
 from gradwire.collectives import Options, check_defined, check_feedback
 from gradwire.engine import Kind
 from gradwire.errors import ConfigError
@@ -17,7 +19,8 @@ from gradwire_tools.sim.buckets import ddp_buckets
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.fabric import Link
-from gradwire_tools.sim.run import Machines, run
+from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
+from gradwire_tools.sim.run import Machines, simulate
 from gradwire_tools.sim.task_times import algorithm_on
 
 
@@ -120,6 +123,14 @@ def checked(curves: Curves, options: Options, in_memory: bool) -> Curves:
     return replace(curves, engine=replace(curves.engine, check_byte=0.0))
 
 
+def limit_seconds(net: Net, computing: float, moved: int, rounds: int = 0) -> float | None:
+    """The least time of a step: to compute, and to send what leaves a node; None without a rate."""
+    if math.isinf(net.rate_bits_per_s):
+        return None
+    wire = moved * 8 / net.rate_bits_per_s + rounds * net.latency_s
+    return max(computing, wire if moved else 0.0)
+
+
 def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     """Simulate the collectives of one step.
 
@@ -143,18 +154,22 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     rotation, jobs = ensemble.jobs(buckets, True if scenario.barrier else scenario.exact)
     numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in buckets))
     ready = [scenario.backward * done / numels[-1] for done in numels]
-    machines = Machines(
-        world_size=n,
-        ranks=scenario.per_node,
-        link=link_of(scenario.net, curves),
-        overheads=curves.engine,
-        cores=scenario.cores,
-    )
+    link = link_of(scenario.net, curves)
+    machines = Machines(n, scenario.per_node, link, curves.engine, scenario.cores)
     hop = scenario.net.latency_s + curves.link.overhead
     starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(jobs))]
-    result = run(machines, jobs, ready, rotation, starts)
-    seconds = max(result.ended)
-    limit = _limit(scenario, algorithm, result.moved_bytes[0])
+
+    def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
+        for job, (when, timed) in enumerate(zip(ready, mine, strict=True)):
+            rank.clock.at(starts[rank.number] + when, partial(rank.submit, job, timed))
+
+    ranks, fabric = simulate(machines, jobs, begin, rotation)
+    assert all(len(rank.ended) == len(ready) for rank in ranks), "a rank never finishes"
+    seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
+    rounds = algorithm.rounds(n)
+    if isinstance(algorithm, Hierarchical):
+        rounds = algorithm.rounds_between(n)
+    limit = limit_seconds(scenario.net, scenario.backward, fabric.moved[0], rounds)
     return {
         "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
         "numel": numels[-1],
@@ -163,8 +178,8 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         "per_node": scenario.per_node,
         "net": scenario.net.text,
         "seconds": seconds,
-        "compute_seconds": max(result.kernel_seconds),
-        "wire_bytes": result.sent_bytes[0],
+        "compute_seconds": max(rank.kernel_seconds for rank in ranks),
+        "wire_bytes": ranks[0].sent_bytes.total(),
         "limit_seconds": limit,
         "of_limit": None if limit is None or not seconds else limit / seconds,
         "backward_seconds": scenario.backward,
@@ -172,13 +187,3 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         "messages": sum(job.graph.kind.count(Kind.SEND) for job in jobs[0]),
         "exact": rotation is None,
     }
-
-
-def _limit(scenario: Scenario, algorithm: Algorithm, moved: int) -> float | None:
-    if math.isinf(scenario.net.rate_bits_per_s):
-        return None
-    rounds = algorithm.rounds(scenario.ranks)
-    if isinstance(algorithm, Hierarchical):
-        rounds = algorithm.rounds_between(scenario.ranks)
-    wire = moved * 8 / scenario.net.rate_bits_per_s + rounds * scenario.net.latency_s
-    return max(scenario.backward, wire if moved else 0.0)

@@ -11,11 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from gradwire.engine import Graph
 from gradwire.engine.core import Actions, Core, Do, Run
 from gradwire_tools.sim.clock import Clock, Cores, Thread
+from gradwire_tools.sim.fabric import Fabric
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,6 @@ class Overheads:
     check_byte: float = 0.0
 
 
-class Router(Protocol):
-    """Carries messages between ranks."""
-
-    def same_node(self, rank: int, peer: int) -> bool:
-        """Whether two ranks are on one node."""
-        ...
-
-    def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
-        """`rank` has posted a receive; returns the name of its message."""
-        ...
-
-    def send(
-        self,
-        rank: SimulatedRank,
-        job: int,
-        graph: Graph,
-        task: int,
-        nbytes: int,
-        sent: Callable[[], None],
-    ) -> None:
-        """`rank` has posted a send; `sent` is called when the send buffer is free again."""
-        ...
-
-
 @dataclass
 class _Scope:
     """One collective in flight, with its pending receives in order."""
@@ -100,8 +76,8 @@ class SimulatedRank:
     Args:
         number: the rank.
         node: the index of its node in the fabric.
-        cores: the cores on which its threads work.
-        router: carries its messages.
+        clock, cores: on which its threads work.
+        fabric: carries its messages.
         window: collectives that may be in flight, as for an owner.
 
     Attributes:
@@ -117,7 +93,7 @@ class SimulatedRank:
         node: int,
         clock: Clock,
         cores: Cores,
-        router: Router,
+        fabric: Fabric,
         overheads: Overheads,
         window: int = 2,
     ) -> None:
@@ -128,26 +104,21 @@ class SimulatedRank:
         self.sent_bytes: Counter[int] = Counter()
         self.kernel_seconds = 0.0
         self.on_result: Callable[[int], None] = _nothing
-        self._clock = clock
-        self._cores = cores
-        self._router = router
+        self.clock = clock
+        self.cores = cores
+        self._fabric = fabric
         self._overheads = overheads
         self._core = Core(window)
         self._compute = Thread(cores)
         self._awaiting: dict[Hashable, Run] = {}
         self._arrived: set[Hashable] = set()
 
-    def submit_at(self, seconds: Sequence[float], jobs: Sequence[TimedGraph]) -> None:
-        """Submit each of `jobs` at its time; the times do not decrease."""
-        for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
-            self._clock.at(when, partial(self.submit, number, timed))
-
     def submit(self, number: int, timed: TimedGraph) -> None:
         """Submit a job now; `number` is its own, equal on all ranks."""
         place = self._core.issue()
         self._core.expect(place)
         self._core.close(place)
-        scope = _Scope(number, timed, Thread(self._cores), Thread(self._cores))
+        scope = _Scope(number, timed, Thread(self.cores), Thread(self.cores))
         _, actions = self._core.begin(place, timed.graph, scope)
         self._perform(actions, self._compute)
 
@@ -167,7 +138,7 @@ class SimulatedRank:
             elif do is Do.START:
                 self._event(self._compute, o.start, self._core.started, run)
             elif do is Do.RESULT:
-                self.ended[scope.number] = self._clock.now
+                self.ended[scope.number] = self.clock.now
                 self.on_result(scope.number)
 
     def _event(
@@ -179,7 +150,7 @@ class SimulatedRank:
     def _expect(self, run: Run, receives: Sequence[int]) -> None:
         scope: _Scope = run.job
         for task in receives:
-            name = self._router.expect(self, scope.number, run.graph, task)
+            name = self._fabric.expect(self, scope.number, run.graph, task)
             self._awaiting[name] = run
             scope.awaited.append((name, task))
 
@@ -191,7 +162,7 @@ class SimulatedRank:
         def sent() -> None:
             self._perform(self._core.sent(run, task), scope.outbound)
 
-        self._router.send(self, scope.number, run.graph, task, nbytes, sent)
+        self._fabric.send(self, scope.number, run.graph, task, nbytes, sent)
         self._perform(self._core.posted(run, task), thread)
 
     def arrived(self, message: Hashable) -> None:
@@ -225,7 +196,7 @@ class SimulatedRank:
         timed: TimedGraph = run.job.timed
         buffers, peer = run.graph.message(task), run.graph.peer[task]
         nbytes, table = (sum(column[b] for b in buffers) for column in (timed.nbytes, timed.tables))
-        return nbytes - (table if self._router.same_node(self.number, peer) else 0)
+        return nbytes - (table if self._fabric.same_node(self.number, peer) else 0)
 
 
 def _nothing(job: int) -> None:

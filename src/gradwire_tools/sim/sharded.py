@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,14 @@ from gradwire_tools.sim.buckets import Bucket
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.models import Shapes
-from gradwire_tools.sim.predict import Net, check_machines, check_seconds, checked, link_of
+from gradwire_tools.sim.predict import (
+    Net,
+    check_machines,
+    check_seconds,
+    checked,
+    limit_seconds,
+    link_of,
+)
 from gradwire_tools.sim.rank import Overheads, SimulatedRank, TimedGraph
 from gradwire_tools.sim.run import Machines, simulate
 from gradwire_tools.sim.shards import (
@@ -31,7 +39,7 @@ from gradwire_tools.sim.shards import (
 )
 from gradwire_tools.sim.symmetry import Symmetry
 from gradwire_tools.sim.task_times import algorithm_on
-from gradwire_tools.sim.training import Action, StepCollective, Times, TrainingThread, Waits, order
+from gradwire_tools.sim.training import StepCollective, Times, TrainingThread, Waits, order
 
 _BACKWARD = {"none": "gather", "redraw": "gather", "payload": "decode", "reference": ""}
 
@@ -90,20 +98,6 @@ class ShardedScenario:
         return isinstance(self.weights, Torch) and isinstance(self.gradients, Torch)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What one rank does.
-
-    Attributes:
-        jobs, actions: see gradwire_tools.sim.training.
-        gathers: of each group; None of an empty one.
-    """
-
-    jobs: list[StepCollective]
-    actions: list[Action]
-    gathers: list[Gathered | None]
-
-
 def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]:
     """Simulate one step.
 
@@ -121,36 +115,40 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     """
     n = scenario.ranks
     curves = with_bytes(checked(curves, scenario.options, in_memory=scenario.per_node >= n))
-    step = _step(scenario, curves)
-    rotation, graphs = _graphs(scenario, curves, step)
-    machines = Machines(
-        world_size=n,
-        ranks=scenario.per_node,
-        link=link_of(scenario.net, curves),
-        overheads=Overheads() if scenario.is_torch else curves.engine,
-        cores=scenario.cores,
-        in_flight=4,  # two of gathers, two of reduce-scatters
-    )
+    gathers = {
+        number: gathered(group, scenario.weights, n)
+        for number, group in enumerate(scenario.groups)
+        if group
+    }
+    times = _times(scenario, curves, gathers)
+    in_backward = _BACKWARD[scenario.keep]
+    waits = Waits(scenario.blocking, prefetches=not isinstance(scenario.weights, Torch))
+    steps, actions = order(times, in_backward, waits)
+    rotation, graphs = _graphs(scenario, curves, steps, gathers)
+    link, engine = link_of(scenario.net, curves), curves.engine
+    if scenario.is_torch:
+        engine = Overheads()
+    # In flight: two of gathers, two of reduce-scatters.
+    machines = Machines(n, scenario.per_node, link, engine, scenario.cores, in_flight=4)
     threads: list[TrainingThread] = []
 
-    def on(clock: Any, cores: Any) -> Any:
-        def begin(rank: SimulatedRank, mine: Any) -> None:
-            thread = TrainingThread(rank, clock, cores, step.jobs, mine, step.actions)
-            threads.append(thread)
-            clock.at(0.0, thread.go_on)
+    def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
+        thread = TrainingThread(rank, steps, mine, actions)
+        threads.append(thread)
+        rank.clock.at(0.0, thread.go_on)
 
-        return begin
-
-    ranks, fabric = simulate(machines, graphs, on, rotation)
+    ranks, fabric = simulate(machines, graphs, begin, rotation)
     ended = [thread.ended for thread in threads if thread.ended is not None]
     assert len(ended) == len(ranks), "a rank never finishes"
-    kept = _decodes_kept(scenario, step, curves)
+    kept = sum(of.decode for of in times[:-1] if of is not None and in_backward == "decode")
     own = zip(ranks, threads, strict=True)
     sent = {"gather": 0, "reduce": 0}
     for job, nbytes in ranks[0].sent_bytes.items():
-        sent[step.jobs[job].lane] += nbytes
+        sent[steps[job].lane] += nbytes
     wire = sum(sent.values())
-    seconds, limit = max(ended), _limit(scenario, fabric.moved[0])
+    seconds = max(ended)
+    computing = scenario.forward + scenario.backward
+    limit = limit_seconds(scenario.net, computing, fabric.moved[0])
     return {
         "numel": sum(map(models.numel, scenario.groups)),
         "algorithm": scenario.options.algorithm,
@@ -174,60 +172,56 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     }
 
 
-def _step(scenario: ShardedScenario, curves: Curves) -> _Step:
-    groups = scenario.groups
-    gathers = [gathered(g, scenario.weights, scenario.ranks) if g else None for g in groups]
-    values = sum(map(models.numel, groups[:-1]))
+def _times(
+    scenario: ShardedScenario, curves: Curves, gathers: Mapping[int, Gathered]
+) -> list[Times | None]:
+    """Of every group."""
+    values = sum(map(models.numel, scenario.groups[:-1]))
     times: list[Times | None] = []
-    for number, (group, gather) in enumerate(zip(groups, gathers, strict=True)):
-        if gather is None:
-            times.append(None)
-            continue
-        is_root = number == len(groups) - 1
+    for number, group in enumerate(scenario.groups):
+        is_root = number == len(scenario.groups) - 1
         share = 0.0 if is_root and values else models.numel(group) / (values or 1)
-        kernels = gather.encode_seconds(curves), gather.decode_seconds(curves)
-        times.append(Times(scenario.forward * share, scenario.backward * share, *kernels))
-    ours = not isinstance(scenario.weights, Torch)
-    return _Step(
-        *order(times, _BACKWARD[scenario.keep], Waits(scenario.blocking, prefetches=ours)), gathers
-    )
+        passes = scenario.forward * share, scenario.backward * share
+        times.append(Times(*passes, *gathers[number].seconds(curves)) if group else None)
+    return times
 
 
 def _graphs(
-    scenario: ShardedScenario, curves: Curves, step: _Step
+    scenario: ShardedScenario,
+    curves: Curves,
+    steps: Sequence[StepCollective],
+    gathers: Mapping[int, Gathered],
 ) -> tuple[Symmetry | None, list[list[TimedGraph]]]:
     """(the rotation, or None; the graphs of each simulated rank, by job)."""
-    n, per_node = scenario.ranks, scenario.per_node
-    sends = {"gather": scenario.weights, "reduce": scenario.gradients}
-    buckets: dict[str, list[Bucket]] = {"gather": [], "reduce": []}
-    for job in step.jobs:
-        gather = step.gathers[job.group]
-        if job.lane == "reduce":
-            group = scenario.groups[job.group]
-            buckets["reduce"].append(scattered(group, scenario.gradients, scenario.feedback, n))
-        elif gather is not None:
-            buckets["gather"].append(gather.bucket)
-    ensembles = {}
-    for lane, operation in (("gather", GATHER), ("reduce", SCATTER)):
-        by = isinstance(sends[lane], Torch)
-        options = Options(segments=1) if by else scenario.options
+    n, per_node, gradients = scenario.ranks, scenario.per_node, scenario.gradients
+
+    def lane(name: str, exact: bool | None) -> tuple[Symmetry | None, list[list[TimedGraph]]]:
+        """The same of a lane's jobs."""
+        groups = [one.group for one in steps if one.lane == name]
+        if name == "gather":
+            operation, is_torch = GATHER, isinstance(scenario.weights, Torch)
+            buckets = [gathers[group].bucket for group in groups]
+        else:
+            operation, is_torch = SCATTER, isinstance(gradients, Torch)
+            shapes = [scenario.groups[group] for group in groups]
+            buckets = [scattered(of, gradients, scenario.feedback, n) for of in shapes]
+        options = Options(segments=1) if is_torch else scenario.options
         algorithm = algorithm_on(options, n, per_node, operation)
-        timed = _free(curves, buckets[lane]) if by else curves
-        ensembles[lane] = Ensemble(n, per_node, algorithm, options, timed, operation)
-    found = {lane: of.jobs(buckets[lane], scenario.exact) for lane, of in ensembles.items()}
-    rotation = found["gather"][0]
-    if rotation != found["reduce"][0]:
-        found = {lane: of.jobs(buckets[lane], True) for lane, of in ensembles.items()}
-        rotation = None
+        known = _free(curves, buckets) if is_torch else curves
+        ensemble = Ensemble(n, per_node, algorithm, options, known, operation)
+        rotation, graphs = ensemble.jobs(buckets, exact)
+        if is_torch:
+            graphs = [list(map(by_torch, mine, buckets)) for mine in graphs]
+        return rotation, graphs
+
+    found = {name: lane(name, scenario.exact) for name in ("gather", "reduce")}
+    if found["gather"][0] != found["reduce"][0]:
+        found = {name: lane(name, True) for name in found}
     graphs = []
-    for rank in range(len(found["gather"][1])):
-        mine = {lane: list(by_rank[rank]) for lane, (_, by_rank) in found.items()}
-        for lane, how in sends.items():
-            if isinstance(how, Torch):
-                mine[lane] = list(map(by_torch, mine[lane], buckets[lane]))
-        of_lane = {lane: iter(some) for lane, some in mine.items()}
-        graphs.append([next(of_lane[job.lane]) for job in step.jobs])
-    return rotation, graphs
+    for of_rank in zip(*(graphs for _, graphs in found.values()), strict=True):
+        mine = dict(zip(found, map(iter, of_rank), strict=True))
+        graphs.append([next(mine[one.lane]) for one in steps])
+    return found["gather"][0], graphs
 
 
 def _free(curves: Curves, buckets: list[Bucket]) -> Curves:
@@ -238,21 +232,7 @@ def _free(curves: Curves, buckets: list[Bucket]) -> Curves:
     return replace(curves, codecs={**curves.codecs, **of})
 
 
-def _decodes_kept(scenario: ShardedScenario, step: _Step, curves: Curves) -> float:
-    """Seconds in which backward decodes payloads that forward kept."""
-    if _BACKWARD[scenario.keep] != "decode":
-        return 0.0
-    return sum(of.decode_seconds(curves) for of in step.gathers[:-1] if of is not None)
-
-
 def _uncompressed(scenario: ShardedScenario) -> int:
     """Bytes that rank 0 sends in this step through torch's collectives in fp32."""
     each = [4 * sum(lengths(s, scenario.ranks)[0] for s in group) for group in scenario.groups]
     return (scenario.ranks - 1) * (3 * sum(each) - each[-1])
-
-
-def _limit(scenario: ShardedScenario, moved: int) -> float | None:
-    if math.isinf(scenario.net.rate_bits_per_s):
-        return None
-    computing = scenario.forward + scenario.backward
-    return max(computing, moved * 8 / scenario.net.rate_bits_per_s)

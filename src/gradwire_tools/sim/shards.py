@@ -74,13 +74,10 @@ class Gathered:
     encoded: dict[Codec, int]
     decoded: dict[Codec, int]
 
-    def encode_seconds(self, curves: Curves) -> float:
-        """Raises ConfigError: a codec has no curve."""
-        return sum(curves.seconds(c, "encode", n, 0) for c, n in self.encoded.items())
-
-    def decode_seconds(self, curves: Curves) -> float:
-        """Raises ConfigError: a codec has no curve."""
-        return sum(curves.seconds(c, "decode", n, 0) for c, n in self.decoded.items())
+    def seconds(self, curves: Curves) -> tuple[float, float]:
+        """To encode and to decode. Raises ConfigError: a codec has no curve."""
+        encode = sum(curves.seconds(c, "encode", n, 0) for c, n in self.encoded.items())
+        return encode, sum(curves.seconds(c, "decode", n, 0) for c, n in self.decoded.items())
 
 
 def gathered(group: Shapes, weights: Weights, ranks: int) -> Gathered:

@@ -77,8 +77,6 @@ class Symmetry:
         The order in which a merge sums may differ, as it does not affect time, and so may the
         order of tasks.
         """
-        if not self.possible:
-            return False
         for rank in range(self.ranks):
             first = build(rank)
             for steps in nodes:

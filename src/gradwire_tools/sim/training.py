@@ -16,11 +16,11 @@ host waits for every gather of forward and every reduce-scatter where it starts 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gradwire_tools.sim.clock import Clock, Cores, Thread
+from gradwire_tools.sim.clock import Thread
 from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
 
 
@@ -103,59 +103,50 @@ def order(
             what forward kept, or "" (they are there).
     """
     jobs: list[StepCollective] = []
-    root = len(groups) - 1
-    blocks = [(number, of) for number, of in enumerate(groups[:root]) if of is not None]
-    last = groups[root]
+    actions: list[Action] = []
+    present = [(number, of) for number, of in enumerate(groups) if of is not None]
+    last = [one for one in present if one[0] == len(groups) - 1]
+    blocks = present[: len(present) - len(last)]
 
-    def job(group: int, lane: str, of: Times) -> int:
+    def job(lane: str, group: int, of: Times) -> int:
         kernels = (of.encode, of.decode) if lane == "gather" else ()
         jobs.append(StepCollective(group, lane, *kernels))
         return len(jobs) - 1
 
-    first = ([(root, last)] if last is not None else []) + blocks
-    actions = _forward([(job(n, "gather", of), of) for n, of in first], waits)
-    again = [
-        job(n, "gather", of) if backward_gather == "gather" else None for n, of in reversed(blocks)
-    ]
-    ended: list[int] = []
+    def walk(gathers: Sequence[int], seconds: Sequence[float], ahead: int) -> Iterator[None]:
+        """Compute one group after the other; those beyond `gathers` have their weights."""
 
-    def reduce(group: int, of: Times) -> None:
-        ended.append(job(group, "reduce", of))
-        if len(ended) > 1 and not waits.blocking:
-            actions.append(Wait(ended[-2]))
-        actions.append(Start(ended[-1]))
-        if waits.blocking:
-            actions.append(Wait(ended[-1]))
+        def start(at: int) -> None:
+            actions.extend(map(Start, gathers[at : at + 1]))
 
-    ahead = waits.prefetches or not waits.blocking
-    if again and again[0] is not None and ahead:
-        actions.append(Start(again[0]))
-    for at, (number, of) in enumerate(reversed(blocks)):
-        gather, following = again[at], again[at + 1] if at + 1 < len(again) else None
-        if gather is not None:
-            actions += [Wait(gather)] if ahead else [Start(gather), Wait(gather)]
-        if following is not None and ahead:
-            actions.append(Start(following))
-        kept = of.decode if backward_gather == "decode" else 0.0
-        actions.append(Compute(kept + of.backward))
-        reduce(number, of)
-    if last is not None:
-        actions.append(Compute(last.backward))
-        reduce(root, last)
-    return jobs, [*actions, Wait(ended[-1])]
+        for at in range(ahead):
+            start(at)
+        for at, time in enumerate(seconds):
+            if not ahead:
+                start(at)
+            actions.extend(map(Wait, gathers[at : at + 1]))
+            if ahead:
+                start(at + ahead)
+            actions.append(Compute(time))
+            yield
 
-
-def _forward(gathers: Sequence[tuple[int, Times]], waits: Waits) -> list[Action]:
-    ahead = 0 if waits.blocking else 2
-    actions: list[Action] = [Start(gather) for gather, _ in gathers[:ahead]]
-    for at, (gather, of) in enumerate(gathers):
-        if waits.blocking:
-            actions.append(Start(gather))
-        actions.append(Wait(gather))
-        if ahead and at + ahead < len(gathers):
-            actions.append(Start(gathers[at + ahead][0]))
-        actions.append(Compute(of.forward))
-    return actions
+    forward, backward = last + blocks, blocks[::-1] + last
+    gathers = [job("gather", *one) for one in forward]
+    for _ in walk(gathers, [of.forward for _, of in forward], 0 if waits.blocking else 2):
+        pass
+    again = blocks[::-1] if backward_gather == "gather" else []
+    gathers = [job("gather", *one) for one in again]
+    decodes = backward_gather == "decode"
+    seconds = [of.backward + (of.decode if decodes else 0.0) for _, of in blocks[::-1]]
+    seconds += [of.backward for _, of in last]
+    ahead = 1 if waits.prefetches or not waits.blocking else 0
+    before: list[Action] = []
+    for _, one in zip(walk(gathers, seconds, ahead), backward, strict=True):
+        reduce = job("reduce", *one)
+        start, wait = Start(reduce), Wait(reduce)
+        actions += [start, wait] if waits.blocking else [*before, start]
+        before = [wait]
+    return jobs, actions + before
 
 
 class TrainingThread:
@@ -173,20 +164,18 @@ class TrainingThread:
     def __init__(
         self,
         rank: SimulatedRank,
-        clock: Clock,
-        cores: Cores,
         jobs: Sequence[StepCollective],
         graphs: Sequence[TimedGraph],
         actions: Sequence[Action],
     ) -> None:
         self.ended: float | None = None
         self.kernel_seconds = 0.0
-        self._rank, self._clock = rank, clock
+        self._rank = rank
         self._jobs, self._graphs = jobs, graphs
         self._actions = deque(actions)
-        self._thread = Thread(cores)
+        self._thread = Thread(rank.cores)
         self._lanes: dict[str, deque[int]] = {"gather": deque(), "reduce": deque()}
-        self._kernels = {lane: Thread(cores) for lane in self._lanes}
+        self._kernels = {lane: Thread(rank.cores) for lane in self._lanes}
         self._done: set[int] = set()
         self._computes = False
         rank.on_result = self._arrived
@@ -205,7 +194,7 @@ class TrainingThread:
                 self._thread.do(action.seconds, self._computed)
                 return
         if self.ended is None:
-            self.ended = self._clock.now
+            self.ended = self._rank.clock.now
 
     def _computed(self) -> None:
         self._computes = False
