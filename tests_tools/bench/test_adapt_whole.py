@@ -3,8 +3,6 @@ least within the budget."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,14 +12,16 @@ from gradwire.codecs import AdaComp, TopK
 from gradwire.controllers import Budget, Density, Layer
 from gradwire.controllers.error import METRICS
 from gradwire.controllers.layer import plan_error
-from gradwire_tools.bench.adapt import adapt, adapt_whole, record
-from gradwire_tools.bench.adapt.adapt_tables import Named, recorded_layers
-from gradwire_tools.bench.adapt.adapt_whole import ADACOMP, GLOBAL_TOPK, NAMES, THRESHOLD, Whole
+from gradwire_tools.bench.adapt.recording import Named
+from gradwire_tools.bench.paper import adapt_whole
+from gradwire_tools.bench.paper.adapt_tables import recorded_layers
+from gradwire_tools.bench.paper.adapt_whole import ADACOMP, GLOBAL_TOPK, NAMES, THRESHOLD, Whole
 
 BINS = (16, 64)  # each is a codec to compile
 
 
-def gradients() -> Named:
+@pytest.fixture(scope="module")
+def named() -> Named:
     draw = torch.Generator().manual_seed(0)
     scales = {"large": ((90, 40), 1.0), "small": ((30, 20), 0.01), "odd": ((7, 3, 5), 0.1)}
     found = [
@@ -29,11 +29,6 @@ def gradients() -> Named:
         for name, (shape, scale) in scales.items()
     ]
     return [*found, ("bias", torch.randn(50, generator=draw))]
-
-
-@pytest.fixture(scope="module")
-def named() -> Named:
-    return gradients()
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +112,3 @@ def test_a_budget_that_cannot_be_kept_leaves_the_uniform_plan(
         assert found.fallback == f"{name} never keeps to the budget"
         assert found.nbytes == uniform_bytes(layers)
         assert float(found.errors.sum()) == pytest.approx(plan_error(layers, reference, "l2"))
-
-
-def test_rows_stand_beside_those_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapt_whole, "BINS", BINS)
-    small = {"layers": 1, "width": 32, "heads": 2, "context": 16}
-    assert list(record.run(tmp_path / "gpt", "gpt", (0,), 2, 2, task_options=small))
-    config = adapt.Config(policies=("lgreco", *NAMES), models=("resnet50",), sigmas=(1.0,))
-    rows = list(adapt.run([tmp_path / "gpt"], config))
-    mine = [row for row in rows if row["policy"] in adapt_whole.NAMES]
-    assert {(row["policy"], row["error_metric"]) for row in mine} == {
-        (name, metric) for name in NAMES for metric in METRICS
-    }
-    plan = next(row for row in rows if row["family"] == "topk")
-    for row in mine:
-        assert row.keys() == plan.keys()
-        assert (row["family"], row["task"]) == ("topk", "gpt")
-        assert row["error"] <= row["budget"]
-        assert row["of_uniform"] == pytest.approx(row["ratio"] / row["uniform_ratio"])
