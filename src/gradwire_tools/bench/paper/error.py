@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Method:
             (name, torch.empty(shape, dtype=torch.float32, device="meta"))
             for name, shape in map(recording.parameters.__getitem__, _compressed(recording))
         ]
-        rules = replace(Rules(default=self.inner), feedback=self.feedback)
+        rules = Rules(default=self.inner, feedback=self.feedback)
         try:
             make_plan(blank, rules, recording.ranks, self.options)
         except ConfigError as error:
