@@ -61,13 +61,13 @@ from gradwire_tools.bench.adapt.record import recordings
 from gradwire_tools.bench.adapt.recording import Named, Recording
 from gradwire_tools.bench.paper import adapt_whole
 from gradwire_tools.bench.paper.adapt_tables import recorded_layers, seeded_layers
-from gradwire_tools.bench.paper.adapt_whole import Outcome, Whole
+from gradwire_tools.bench.paper.adapt_whole import Allocation, Whole
 from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.workers import Advance, unseen
 from gradwire_tools.sim import models
 
-Methods = Mapping[str, Callable[[Budget], Outcome]]
+Methods = Mapping[str, Callable[[Budget], Allocation]]
 
 ACCORDION = (Accordion.name, AccordionLGreco.name)
 POLICIES = (*registry.REGISTRY, *adapt_whole.NAMES)
@@ -306,7 +306,7 @@ def _rows(
             }
 
 
-def _outcome(policy: Policy, layers: Sequence[Layer], budget: Budget) -> Outcome:
+def _outcome(policy: Policy, layers: Sequence[Layer], budget: Budget) -> Allocation:
     found = policy.propose(layers, budget)
     chosen = list(zip(layers, found.choices, strict=True))
     bits = {
@@ -315,4 +315,4 @@ def _outcome(policy: Policy, layers: Sequence[Layer], budget: Budget) -> Outcome
         if len(one.methods) > 1
     }
     errors = np.array([one.errors[choice] for one, choice in chosen])
-    return Outcome(found.nbytes, errors, found.seconds, found.fallback, bits)
+    return Allocation(found.nbytes, errors, found.seconds, found.fallback, bits)

@@ -44,7 +44,7 @@ Sent = tuple[int, np.ndarray]  # bytes of payloads, without headers; L2 norms of
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Allocation:
     """What a method sends and loses, per rank and step.
 
     Attributes:
@@ -80,15 +80,15 @@ class Whole:
         self._uniform = sum(nbytes)
         self._flat = self._uniform - sum(nbytes[i] for i in self._matrices)
 
-    def outcome(self, name: str, budget: Budget) -> Outcome:
+    def outcome(self, name: str, budget: Budget) -> Allocation:
         """What one of `NAMES` sends within a budget."""
         begun = time.perf_counter()
         found = self._adacomp(budget) if name == ADACOMP else self._largest(name, budget)
         seconds = time.perf_counter() - begun
         if found is None:
             never = f"{name} never keeps to the budget"
-            return Outcome(self._uniform, self._errors, seconds, never)
-        return Outcome(*found, seconds)
+            return Allocation(self._uniform, self._errors, seconds, never)
+        return Allocation(*found, seconds)
 
     def _adacomp(self, budget: Budget) -> Sent | None:
         within = [one for one in self._by_bin if _error(one[1], budget) <= budget.error]

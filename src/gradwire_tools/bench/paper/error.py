@@ -55,7 +55,7 @@ QUICK_METHODS = ("qsgd:bits=4", "topk:density=0.01", "powersgd:rank=2")
 
 
 @dataclass(frozen=True)
-class Method:
+class Measured:
     """A method with or without error feedback, and how its collectives run.
 
     Attributes:
@@ -127,7 +127,7 @@ def run(
         yield from measured("{0[0].task} at {0[1]}: {1}", rows, advance, points, chosen)
 
 
-def parsed(text: str, algorithm: str | None = None) -> list[Method]:
+def parsed(text: str, algorithm: str | None = None) -> list[Measured]:
     """The method that `text` names, without error feedback, with it, or both.
 
     Raises:
@@ -149,10 +149,10 @@ def parsed(text: str, algorithm: str | None = None) -> list[Method]:
     except ConfigError as error:
         raise ConfigError(f"method {text!r}: {error}") from error
     both = (True,) if own else (False, True) if asked is None else (asked,)
-    return [Method(text, inner, options, feedback) for feedback in both]
+    return [Measured(text, inner, options, feedback) for feedback in both]
 
 
-def _check(recording: Recording, methods: Sequence[Method]) -> None:
+def _check(recording: Recording, methods: Sequence[Measured]) -> None:
     """Raise ConfigError for what cannot be measured on a recording."""
     folder = recording.folder
     if recording.ranks < 2:
@@ -168,7 +168,7 @@ def _compressed(recording: Recording) -> list[int]:
     return [i for i, (_, shape) in enumerate(recording.parameters) if len(shape) >= 2]
 
 
-def _rows(point: tuple[Recording, int], one: Method, layers: bool) -> Iterator[Row]:
+def _rows(point: tuple[Recording, int], one: Measured, layers: bool) -> Iterator[Row]:
     """The rows of one method at one point."""
     recording, at = point
     places = _compressed(recording)
