@@ -40,7 +40,7 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules
-from gradwire_tools.bench.adapt.in_process import Counted, InProcessRanks
+from gradwire_tools.bench.adapt.in_process import InProcessRanks
 from gradwire_tools.bench.adapt.record import recordings
 from gradwire_tools.bench.adapt.recording import Recording
 from gradwire_tools.bench.paper.cells import Row, measured
@@ -169,11 +169,15 @@ def _compressed(recording: Recording) -> list[int]:
 
 
 def _rows(point: tuple[Recording, int], one: Measured, layers: bool) -> Iterator[Row]:
-    """The rows of one method at one point."""
+    """The rows of one method at one point, from sums over steps of the averages a, the exact means
+    m, and f, the means of what ranks fed in."""
     recording, at = point
     places = _compressed(recording)
     parameters = [recording.parameters[i] for i in places]
-    sums = [Sums(shape) for _, shape in parameters]
+    # Of each parameter and step |a - m|^2, |m|^2, |a|^2, a . m, |a - f|^2 and |f|^2.
+    products = np.zeros((len(places), recording.steps, 6))
+    # a - m and m, summed over steps.
+    sums = [[torch.zeros(shape, dtype=torch.float64) for _ in "am"] for _, shape in parameters]
     sent, aggregator = 0.0, one.aggregator(recording)
     with closing(InProcessRanks(recording.ranks, parameters, aggregator, one.options)) as ranks:
         for step in range(recording.steps):
@@ -182,74 +186,51 @@ def _rows(point: tuple[Recording, int], one: Measured, layers: bool) -> Iterator
             residuals = ranks.residual_mean()
             averages, wire_bytes = ranks.average(gradients)
             sent += wire_bytes
-            columns = zip(sums, zip(*gradients, strict=True), residuals, averages, strict=True)
-            for kept, of_ranks, residual, average in columns:
-                kept.add(of_ranks, residual, average)
+            columns = zip(zip(*gradients, strict=True), residuals, averages, strict=True)
+            for i, (of_ranks, residual, average) in enumerate(columns):
+                mean = torch.stack(of_ranks).double().mean(0)
+                a = average.double()
+                lost, fed = a - mean, mean + residual
+                late = a - fed
+                pairs = ((lost, lost), (mean, mean), (a, a), (a, mean), (late, late), (fed, fed))
+                products[i, step] = [float((x * y).sum()) for x, y in pairs]
+                sums[i][0] += lost
+                sums[i][1] += mean
+    members = ranks.members[0]
+    of_sums = np.array([[float(of.square().sum()) for of in both] for both in sums])
     common = {
         "task": recording.task, "at": at, "steps": recording.steps, "ranks": recording.ranks,
         "method": one.text, "algorithm": one.options.algorithm, "error_feedback": one.feedback,
         "recorded": dict(recording.run),
     }  # fmt: skip
 
-    def row(members: Sequence[Counted], sums: Sequence[Sums], **of: Any) -> Row:
-        found = figures(sums)
-        values = found["numel"] * recording.steps
-        bits = {
-            "input_bits": sum(member.input_bits for member in members) / values,
-            "packed_bits": sum(member.packed_bits for member in members) / values,
+    def row(parts: slice, **of: Any) -> Row:
+        numel = sum(math.prod(member.shape) for member in members[parts])
+        values = numel * recording.steps
+        return {
+            **of,
+            **common,
+            "numel": numel,
+            **_figures(products[parts].sum(0), of_sums[parts].sum(0)),
+            "input_bits": sum(member.input_bits for member in members[parts]) / values,
+            "packed_bits": sum(member.packed_bits for member in members[parts]) / values,
         }
-        return {**of, **common, **found, **bits}
 
-    counted = ranks.members[0]
-    yield row(counted, sums, row="total", layer=None, wire_bytes=sent / recording.steps)
-    for member, kept in zip(counted, sums, strict=True) if layers else ():
-        yield row([member], [kept], row="layer", layer=member.name, wire_bytes=None)
+    yield row(slice(None), row="total", layer=None, wire_bytes=sent / recording.steps)
+    for i, member in enumerate(members if layers else ()):
+        yield row(slice(i, i + 1), row="layer", layer=member.name, wire_bytes=None)
 
 
-class Sums:
-    """The sums of one parameter, of the average a, the exact mean m, and f, the mean of what ranks
-    fed in.
-
-    Attributes:
-        steps: of each step so far |a - m|^2, |m|^2, |a|^2, a . m, |a - f|^2 and |f|^2.
-        lost, exact: a - m and m, summed over steps.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.steps: list[list[float]] = []
-        self.lost = torch.zeros(shape, dtype=torch.float64)
-        self.exact = torch.zeros(shape, dtype=torch.float64)
-
-    def add(
-        self, gradients: Sequence[torch.Tensor], residual: torch.Tensor, average: torch.Tensor
-    ) -> None:
-        """Add a step: all ranks' gradients, the mean of their residuals before, and the average."""
-        mean = torch.stack(list(gradients)).double().mean(0)
-        a = average.double()
-        lost, fed = a - mean, mean + residual
-        late = a - fed
-        pairs = ((lost, lost), (mean, mean), (a, a), (a, mean), (late, late), (fed, fed))
-        self.steps.append([float((x * y).sum()) for x, y in pairs])
-        self.lost += lost
-        self.exact += mean
-
-
-def figures(parts: Sequence[Sums]) -> dict[str, Any]:
-    """numel, nmse, nmse_by_step, nmse_of_fed, nmse_of_sum and cosine of these parameters as one
-    vector; null where the exact mean is zero."""
-    steps = np.sum([part.steps for part in parts], axis=0)
+def _figures(steps: np.ndarray, of_sums: np.ndarray) -> dict[str, Any]:
+    """nmse, nmse_by_step, nmse_of_fed, nmse_of_sum and cosine of parameters as one vector, from
+    their products by step, and those of sums; null where the exact mean is zero."""
     error, exact, _, _, fed_error, fed = steps.sum(0).tolist()
     cosines = [p / math.sqrt(a * m) for _, m, a, p, _, _ in steps.tolist() if a and m]
-    of_sum = [
-        sum(float(getattr(part, name).square().sum()) for part in parts)
-        for name in ("lost", "exact")
-    ]
     return {
-        "numel": sum(part.exact.numel() for part in parts),
         "nmse": _ratio(error, exact),
         "nmse_by_step": [_ratio(*step[:2]) for step in steps.tolist()],
         "nmse_of_fed": _ratio(fed_error, fed),
-        "nmse_of_sum": _ratio(*of_sum),
+        "nmse_of_sum": _ratio(*of_sums.tolist()),
         "cosine": sum(cosines) / len(steps),
     }
 
