@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from gradwire.errors import ConfigError
@@ -55,14 +56,12 @@ def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) ->
     Raises:
         ConfigError: no row is a summary of `bench train`, or none is of this task.
     """
-    trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
     made = []
-    # A method is compared with the baselines of its own run, not with those of another's seeds.
-    for mine in grouped(trained, "task", "ranks", "parameters", "task_options", "run").values():
+    for mine in _trainings(rows, task):
         runs = _runs(mine)
         if runs:
             lines = _grid(runs) if gains else _lines(runs)
-            made.append("\n".join([_about(mine), "", *lines, "", *_commands(mine)]))
+            made.append(_with_commands([_about(mine), "", *lines], mine))
     if not made:
         which = "" if task is None else f" of the task {task!r}"
         raise ConfigError(
@@ -80,21 +79,19 @@ def best(rows: Iterable[Row], task: str | None = None) -> str:
     Raises:
         ConfigError: no row is a summary of `bench train`, or none is of this task.
     """
-    trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
     cells: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     lost = set()
-    for mine in grouped(trained, "task", "ranks", "parameters", "task_options", "run").values():
-        for run in _runs(mine):
-            summaries, evaluations = split(run)
-            gains, full = of_summaries(summaries, evaluations), _full(summaries)
-            for row in summaries:
-                ratio, cost = gains[row["method"]].ratio, _cost(row, full)
-                if ratio is None or cost is None or cost > COST:
-                    lost.add(row["method"])
-                else:
-                    of_cell = cells.setdefault((row["net"], row["task"]), {})
-                    known = of_cell.get(row["method"], (0.0, 0.0))
-                    of_cell[row["method"]] = max(known, (ratio, cost))
+    for run in (run for mine in _trainings(rows, task) for run in _runs(mine)):
+        summaries, evaluations = split(run)
+        gains, full = of_summaries(summaries, evaluations), _full(summaries)
+        for row in summaries:
+            ratio, cost = gains[row["method"]].ratio, _cost(row, full)
+            if ratio is None or cost is None or cost > COST:
+                lost.add(row["method"])
+            else:
+                of_cell = cells.setdefault((row["net"], row["task"]), {})
+                known = of_cell.get(row["method"], (0.0, 0.0))
+                of_cell[row["method"]] = max(known, (ratio, cost))
     if not cells:
         raise ConfigError("there are no summary rows of `gradwire bench train` with gains")
     tasks = list(dict.fromkeys(name for _, name in cells))
@@ -142,7 +139,7 @@ def steps(rows: Iterable[Row], task: str | None = None) -> str:
             took = mine and mine["step_seconds"]
             line.append(_beside(took, bar and bar["step_seconds"]))
         cells.append(line)
-    return "\n".join([*_table(heads, cells), "", *_commands(trained)])
+    return _with_commands(_table(heads, cells), trained)
 
 
 def choices(rows: Iterable[Row]) -> str:
@@ -161,7 +158,7 @@ def choices(rows: Iterable[Row]) -> str:
             line += [seconds(row["expected_seconds"]), _off(row["error"])]
             line += [f"`{row['best_method'].removeprefix('gradwire:')}`", times(row["ratio"])]
             cells.append(line)
-    return "\n".join([*_table(heads, cells), "", *_commands(found)])
+    return _with_commands(_table(heads, cells), found)
 
 
 def parts(rows: Iterable[Row]) -> str:
@@ -181,7 +178,7 @@ def parts(rows: Iterable[Row]) -> str:
         ]
         for part in dict.fromkeys(row["part"] for row in found)
     ]
-    return "\n".join([*_table(heads, cells), "", *_commands(found)])
+    return _with_commands(_table(heads, cells), found)
 
 
 def auto(rows: Iterable[Row], task: str | None = None) -> str:
@@ -224,7 +221,14 @@ def auto(rows: Iterable[Row], task: str | None = None) -> str:
             cells.append([*at, one["setting"] + star, seconds(took), seconds(expected), off])
             at = ["", ""]
     lines += _table(["task", "network", "tried", "took", "expected", "off by"], cells)
-    return "\n".join([*lines, "", *_commands(decided)])
+    return _with_commands(lines, decided)
+
+
+def _trainings(rows: Iterable[Row], task: str | None) -> Iterable[list[Row]]:
+    """Rows of `bench train` by training: a method is compared with the baselines of its own run,
+    not with those of another's seeds."""
+    trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
+    return grouped(trained, "task", "ranks", "parameters", "task_options", "run").values()
 
 
 def _of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
@@ -362,23 +366,25 @@ def _table(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |" for line in lines]
 
 
-def _commands(rows: Sequence[Row]) -> list[str]:
+def _with_commands(lines: Iterable[str], rows: Sequence[Row]) -> str:
+    """A table, and the commands behind its rows."""
     runs = [row["run"] for row in rows if isinstance(row.get("run"), dict)]
     made = [
         f"- `{run.get('command')}` at {run.get('commit') or 'no git checkout'}, "
         f"{run.get('machine')}"
         for run in runs
     ]
-    return list(dict.fromkeys(made))
+    return "\n".join([*lines, "", *dict.fromkeys(made)])
 
 
-_KINDS = {
-    "gains": "methods x networks, gains alone",
-    "best": "the best methods by network",
-    "steps": "methods x networks, step times",
-    "choices": "of the planner, by network",
-    "parts": "of the ablation, by model",
-    "auto": "of automatic mode, by network",
+# (what it prints, from the rows, of which task)
+_KINDS: dict[str, tuple[str, Callable[[Iterable[Row], str | None], str]]] = {
+    "gains": ("methods x networks, gains alone", partial(tables, gains=True)),
+    "best": ("the best methods by network", best),
+    "steps": ("methods x networks, step times", steps),
+    "choices": ("of the planner, by network", lambda rows, _: choices(rows)),
+    "parts": ("of the ablation, by model", lambda rows, _: parts(rows)),
+    "auto": ("of automatic mode, by network", auto),
 }
 
 
@@ -388,20 +394,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="default: bench/results/*.jsonl")
     parser.add_argument("--task", help="only this task")
     kinds = parser.add_mutually_exclusive_group()
-    for name, about in _KINDS.items():
+    for name, (about, _) in _KINDS.items():
         kinds.add_argument(f"--{name}", action="store_const", dest="kind", const=name, help=about)
     told = parser.parse_args(arguments)
     if told.task and told.kind in ("choices", "parts"):
         parser.error(f"--{told.kind} has rows of no task: leave --task out")
+    made = _KINDS[told.kind][1] if told.kind else tables
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
-        rows = [row for file in files for row in read(file)]
-        if told.kind in ("choices", "parts"):
-            print(choices(rows) if told.kind == "choices" else parts(rows))
-        elif told.kind in (None, "gains"):
-            print(tables(rows, told.task, told.kind == "gains"))
-        else:
-            print({"best": best, "steps": steps, "auto": auto}[told.kind](rows, told.task))
+        print(made([row for file in files for row in read(file)], told.task))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

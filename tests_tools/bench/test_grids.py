@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench_runs import OPTIONS, Found, refused_by_command, trained
+from bench_runs import OPTIONS, Found, trained
 from rich.console import Console
 from test_train_sharded import SHARDED, STEPS, numel, sizes
 
@@ -23,6 +23,7 @@ from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.kernel_costs import FORMS
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
+from products import EXHAUSTIVE
 
 FAKE = grids.GRIDS["fake"]
 
@@ -81,6 +82,7 @@ def fake() -> Found:
     return trained(replace(SHARDED, methods=methods))
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
     block, root = (sum(numel(shape) for _, shape in of) // 2 for of in sizes())  # of a rank
@@ -101,6 +103,11 @@ def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
     assert found["truncate:w=8:g=8"]["final_loss"] != full["final_loss"]
     of_eval = {row["method"]: row["timing_only"] for row in fake.evaluations}
     assert of_eval == {method: method != "fsdp-fp32" for method in found}
+    text = text_of(FAKE.quick(), fake.rows)
+    times = [seconds(found[method]["step_seconds"]) for method in FAKE.quick().methods]
+    titles = ("step by ratio of fake compression", "gradients 1", "gradients 8")
+    for expected in (*titles, *times, "a step without communication"):
+        assert expected in text
     # The simulator sends as many bytes.
     groups = tuple(tuple(shape for _, shape in of) for of in sizes())
     curves = Curves("a test", 1, {"Identity()": dict.fromkeys(FORMS, (0.0, 0.0, 0.0))})
@@ -109,15 +116,6 @@ def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
     row = predict_sharded(ShardedScenario(2, Net("none"), *how, groups), curves)
     for key in ("weights_wire_bytes", "gradients_wire_bytes"):
         assert STEPS * row[key] == real[key]
-
-
-@pytest.mark.multiprocess
-def test_the_table_has_times_and_bytes(fake: Found) -> None:
-    text = text_of(FAKE.quick(), fake.rows)
-    times = [seconds(fake.summaries[method]["step_seconds"]) for method in FAKE.quick().methods]
-    titles = ("step by ratio of fake compression", "gradients 1", "gradients 8")
-    for expected in (*titles, *times, "a step without communication"):
-        assert expected in text
 
 
 def summary(method: str, loss: float | None) -> dict[str, Any]:
@@ -163,20 +161,6 @@ def test_the_command_writes_rows_and_prints_the_grid(
     assert "gradients 4" in capsys.readouterr().out
     assert program.run([*arguments, *options, "--json", str(file), "--resume"]) == program.BAD_INPUT
     assert "holds the rows of a run that ended" in " ".join(capsys.readouterr().err.split())
-
-
-def test_wrong_input_is_refused_in_one_line() -> None:
-    refused_by_command(
-        ["bench", "grid", "--net", "none"],
-        [
-            (["--grid", "bytes"], "--grid bytes: use one of bits, low, learned, blocks, fake"),
-            (["--nodes", "1"], "one node sends nothing"),
-            (["--steps", "0"], "train 1 step or more"),
-            (["--seeds", ""], "--seeds is empty"),
-            (["--task-option", "layers"], "write NAME=VALUE"),
-            (["--resume"], "give its --json FILE"),
-        ],
-    )
 
 
 class TwoRanks:

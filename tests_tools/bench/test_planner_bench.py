@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gradwire import ConfigError
 from gradwire.codecs import QSGD
 from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
 from gradwire_tools.bench.micro import curves as measuring
@@ -18,7 +17,7 @@ from gradwire_tools.lab import Network
 from gradwire_tools.sim import Curves, kernel_costs
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
-from products import EXHAUSTIVE
+from products import EXHAUSTIVE, exhaustive
 
 CODEC = QSGD(bits=4)
 
@@ -43,7 +42,7 @@ def _given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_have_the_names_of_methods() -> None:
-    where = planner_grid.in_lab(KNOWN, 3, Network.parse("1gbit,1ms"), ((1, 1 << 18),))
+    where = planner_grid.in_lab(KNOWN, 2, Network.parse("1gbit,1ms"), ((1, 1 << 18),))
     choice = choose(where, [CODEC])
     wanted = planner_grid._wanted(choice)
     assert wanted[0].codec == choice.best.setting.codec
@@ -72,7 +71,7 @@ def test_the_choice_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch
         return [{"seconds": times.get(name, 4e-3)} for name in names]
 
     monkeypatch.setattr(collectives, "run", run)
-    (row,) = planner_grid.run(ranks=4, nets=["100mbit,1ms"], sizes=[1 << 14])
+    (row,) = planner_grid.run(ranks=2, nets=["100mbit,1ms"], sizes=[1 << 14])
     assert row["seconds"] == 3e-3
     assert row["best_seconds"] == 2e-3
     assert row["best_method"].startswith("gradwire:bf16:algorithm=")
@@ -87,7 +86,7 @@ def test_the_choice_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch
     assert again[0] < all_of_them
 
 
-@pytest.mark.parametrize("net", ["10gbit,100us", "none"])
+@pytest.mark.parametrize("net", ["none", *exhaustive("10gbit,100us")])
 def test_costs_of_messages_and_bytes_are_fitted(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of the simulator at costs of which the search knows nothing give these back."""
     network, link = Network.parse(net), KNOWN.link
@@ -141,13 +140,6 @@ def test_parts_of_the_same_setting_are_measured_once(monkeypatch: pytest.MonkeyP
     for row in rows:
         assert row["step_seconds"] == 0.5 + asked.index(row["method"])
         assert row["synchronisation_seconds"] == row["step_seconds"] - 0.25
-
-
-def test_impossible_grids_are_refused() -> None:
-    with pytest.raises(ConfigError, match="bytes of fp32"):
-        list(planner_grid.run(nets=["none"], sizes=[3]))
-    with pytest.raises(ConfigError, match="seconds above 0"):
-        list(ablation.run(compute=0.0, lab=False))
 
 
 @EXHAUSTIVE

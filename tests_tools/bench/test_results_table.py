@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,12 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "results_table.py"
 @pytest.fixture
 def made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """Runs the script on rows: (exit code, what it prints, what it complains of)."""
-    spec = importlib.util.spec_from_file_location("results_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    main = runpy.run_path(str(SCRIPT))["main"]
 
     def run(rows: list[dict[str, Any]], *arguments: str) -> tuple[int, str, str]:
         file = tmp_path / "rows.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
-        code = script.main([str(file), *arguments])
+        code = main([str(file), *arguments])
         out, err = capsys.readouterr()
         return code, out, err
 

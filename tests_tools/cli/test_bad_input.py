@@ -20,7 +20,7 @@ from typer.models import ArgumentInfo
 from command_line import refusal, run
 from gradwire.lang import jit
 from gradwire_tools.bench import interleaved
-from gradwire_tools.bench.adapt.recording import Recording, save
+from gradwire_tools.bench.adapt.recording import Recording
 from gradwire_tools.cli.program import BAD_INPUT, FAILED, app
 from gradwire_tools.lab import Lab
 from gradwire_tools.sim import kernel_costs
@@ -154,9 +154,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "plan").write_text('{"gradwire_plan": 1, "parameters": {}}')
     (tmp_path / "locked").mkdir(0o500)
     (tmp_path / "recorded").mkdir()
-    made = Recording("gpt", {}, 0, 2, (0,), 1, (("weight", (4, 4)),), {})
-    save(made.file(tmp_path / "recorded", 0, 0), [torch.ones(16), torch.ones(16)])
-    made.write(tmp_path / "recorded")
+    weight = ("weight", (4, 4))
+    made = Recording(tmp_path / "recorded", "gpt", {}, 0, 2, (0,), 1, (weight,), {})
+    made.save(0, 0, [torch.ones(16), torch.ones(16)])
+    made.write()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -10,8 +10,7 @@ import typer
 from typer import Argument, Option
 
 from gradwire_tools.cli import options
-from gradwire_tools.cli.adapting import bench_ablation, bench_adapt, bench_planner
-from gradwire_tools.cli.grids import bench_grid
+from gradwire_tools.cli.grids import bench_ablation, bench_adapt, bench_grid, bench_planner
 from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
 from gradwire_tools.cli.output import measured
 from gradwire_tools.cli.training import bench_train
@@ -149,7 +148,7 @@ def bench_error(
     json_file: options.Json = None,
 ) -> None:
     """What methods lose on recorded gradients, beside the bits that they send."""
-    from gradwire_tools.bench.adapt import error
+    from gradwire_tools.bench.paper import error
 
     chosen, points = names("--methods", methods), numbers("--at", at)
     columns = ["at", *(["layer"] if layers else []), "method", "error_feedback", "nmse", "cosine"]

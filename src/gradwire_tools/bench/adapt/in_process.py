@@ -7,9 +7,8 @@ without a network, and its bytes are those of a network.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -125,19 +124,18 @@ class InProcessRanks:
         # One buffer, as DDP's.
         bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = list(bucket.split([gradient.numel() for gradient in gradients]))
-        ended, found = threading.Event(), []
+        ended: Future[int] = Future()
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
-            found.append((error, sum(outcome.wire_bytes for outcome in outcomes)))
-            ended.set()
+            if error is not None:
+                ended.set_exception(error)
+            else:
+                ended.set_result(sum(outcome.wire_bytes for outcome in outcomes))
 
         Rounds(self._owners[rank], self.members[rank], flat, self._options, done).start()
-        if not ended.wait(2 * _TIMEOUT_S):
+        if not wait([ended], 2 * _TIMEOUT_S).done:
             raise TransportError(f"rank {rank} did not end within {2 * _TIMEOUT_S:.0f} s")
-        error, wire_bytes = found[0]
-        if error is not None:
-            raise error
-        return flat, wire_bytes
+        return flat, ended.result()
 
     def residual_mean(self) -> list[torch.Tensor]:
         """The mean over ranks of each parameter's residual, in float64; zeros where none is."""

@@ -29,7 +29,7 @@ from torch import nn
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import memory, tasks
-from gradwire_tools.bench.adapt.recording import MANIFEST, Recording, save
+from gradwire_tools.bench.adapt.recording import MANIFEST, Recording
 from gradwire_tools.bench.provenance import here
 from gradwire_tools.bench.tasks import Task
 from gradwire_tools.bench.workers import Advance, unseen
@@ -78,17 +78,17 @@ def run(
     model = made.model(seed)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     shapes = tuple((name, tuple(p.shape)) for name, p in named)
-    found = Recording(task, options, seed, ranks, points, steps, shapes, here())
+    found = Recording(Path(output), task, options, seed, ranks, points, steps, shapes, here())
     memory.check(f"--ranks {ranks}", 4 * found.numel * (2 * ranks + 6))
-    folder = _folder(Path(output), 4 * found.numel * ranks * steps * len(points))
-    yield from _record(found, made, model, folder, advance)
-    found.write(folder)
+    _make_folder(found.folder, 4 * found.numel * ranks * steps * len(points))
+    yield from _points(found, made, model, advance)
+    found.write()
 
 
 @contextmanager
 def recordings(
     folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance
-) -> Iterator[list[tuple[Path, Recording]]]:
+) -> Iterator[list[Recording]]:
     """The recordings in these folders; if `quick` and there is none, a tiny one, made and deleted.
 
     Raises:
@@ -97,26 +97,24 @@ def recordings(
     with tempfile.TemporaryDirectory(prefix="gradwire-") as tiny:
         made = quick and not folders
         if made:
-            for _ in run(Path(tiny), ranks=2, quick=True, advance=advance):
+            for _ in run(tiny, ranks=2, quick=True, advance=advance):
                 pass
-        found = [(Path(one), Recording.read(Path(one))) for one in ([tiny] if made else folders)]
-        for folder, recording in found:
+        found = [Recording.read(Path(one)) for one in ([tiny] if made else folders)]
+        for recording in found:
             for unknown in (one for one in at or () if one not in recording.at):
-                where = "the quick recording" if made else folder
+                where = "the quick recording" if made else recording.folder
                 known = ", ".join(map(str, recording.at))
                 raise ConfigError(f"--at {unknown}: {where} has the points {known}")
         yield found
 
 
-def _record(
-    recording: Recording, task: Task, model: nn.Module, folder: Path, advance: Advance
-) -> Iterator[Row]:
+def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance) -> Iterator[Row]:
+    """Train to the end of the last point; a row per point."""
     optimizer = task.optimizer(model)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     begun, end = time.perf_counter(), recording.at[-1] + recording.steps
-    losses: list[float] = []
-    norms: list[float] = []
+    told: list[tuple[float, float]] = []  # (loss, norm of the average) of a point's steps
     for step in range(end):
         point = next((at for at in recording.at if at <= step < at + recording.steps), None)
         what = "training" if point is None else f"recording at {point}"
@@ -129,18 +127,17 @@ def _record(
                 f"--seed than {recording.seed}"
             )
         if point is not None:
-            save(recording.file(folder, point, step - point), ranks)
-            losses.append(loss)
-            norms.append(float(mean.double().norm()))
+            recording.save(point, step - point, ranks)
+            told.append((loss, float(mean.double().norm())))
         task.set_learning_rate(optimizer, step)
-        for parameter, part in zip(
-            parameters, mean.split([p.numel() for p in parameters]), strict=True
-        ):
+        parts = mean.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
             gradient = torch.empty_like(parameter)  # in the parameter's memory format
             parameter.grad = gradient.copy_(part.view(parameter.shape))
         optimizer.step()
         optimizer.zero_grad()
-        if point is not None and step == point + recording.steps - 1:
+        if len(told) == recording.steps:
+            losses, norms = zip(*told, strict=True)
             yield {
                 "task": recording.task,
                 "at": point,
@@ -151,10 +148,10 @@ def _record(
                 "gradient_norm": sum(norms) / len(norms),
                 "nbytes": 4 * recording.numel * recording.ranks * recording.steps,
                 "seconds": time.perf_counter() - begun,
-                "output": str(folder),
+                "output": str(recording.folder),
                 "run": dict(recording.run),
             }
-            losses, norms = [], []
+            told = []
     advance(recording.task, end, end)
 
 
@@ -197,7 +194,7 @@ def _check(at: Sequence[int], steps: int, ranks: int, seed: int) -> None:
             )
 
 
-def _folder(folder: Path, nbytes: int) -> Path:
+def _make_folder(folder: Path, nbytes: int) -> None:
     """Make the folder of a recording of `nbytes`, unless it cannot hold it."""
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     if there != folder:
@@ -219,4 +216,3 @@ def _folder(folder: Path, nbytes: int) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
-    return folder

@@ -24,10 +24,12 @@ from gradwire.errors import ConfigError
 MANIFEST = "manifest.json"
 VERSION = 1
 
+Named = list[tuple[str, torch.Tensor]]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Recording:
-    """The contents of a manifest.
+    """A folder, and the contents of its manifest.
 
     Attributes:
         task, task_options, seed: what was trained.
@@ -38,6 +40,7 @@ class Recording:
         run: provenance; see `bench.provenance`.
     """
 
+    folder: Path
     task: str
     task_options: Mapping[str, Any]
     seed: int
@@ -52,17 +55,30 @@ class Recording:
         """Values of one rank's gradient."""
         return sum(math.prod(shape) for _, shape in self.parameters)
 
-    def file(self, folder: Path, at: int, step: int) -> Path:
-        return folder / f"at-{at:05d}-step-{step}.npy"
+    def file(self, at: int, step: int) -> Path:
+        return self.folder / f"at-{at:05d}-step-{step}.npy"
 
-    def write(self, folder: Path) -> None:
+    def save(self, at: int, step: int, ranks: Sequence[torch.Tensor]) -> None:
+        """Write one step: a vector per rank.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        file = self.file(at, step)
+        try:
+            np.save(file, np.stack([values.numpy() for values in ranks]))
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written ({error.strerror})") from error
+
+    def write(self) -> None:
         """Write the manifest."""
-        text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)
-        (folder / MANIFEST).write_text(text + "\n")
+        fields = {"version": VERSION, **asdict(self)}
+        del fields["folder"]
+        (self.folder / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Recording:
-        """The manifest of a folder, whose files are there with the right shapes.
+        """The recording in a folder, whose files are there with the right shapes.
 
         Raises:
             ConfigError: there is no manifest, it is not one of this version, or a file is missing,
@@ -79,47 +95,49 @@ class Recording:
         except ValueError as error:
             raise ConfigError(f"{file} is not JSON ({error}): record anew") from error
         try:
-            made = cls._made(fields)
-        except (KeyError, TypeError, ValueError) as error:
+            if fields.pop("version") != VERSION:
+                raise ValueError(f"its version is not {VERSION}")
+            given = [(str(name), tuple(map(int, of))) for name, of in fields.pop("parameters")]
+            at = tuple(map(int, fields.pop("at")))
+            made = cls(folder, at=at, parameters=tuple(given), **fields)
+            if made.ranks < 1 or made.steps < 1 or not at or not given:
+                raise ValueError("it has no ranks, steps, points or parameters")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{file} is not a manifest of recorded gradients ({error!r}): record anew"
             ) from error
-        for at in made.at:
+        for point in made.at:
             for step in range(made.steps):
-                made._open(folder, at, step)
+                made._open(point, step)
         return made
 
-    @classmethod
-    def _made(cls, fields: dict[str, Any]) -> Recording:
-        if fields.pop("version") != VERSION:
-            raise ValueError(f"its version is not {VERSION}")
-        parameters = tuple((str(name), tuple(map(int, shape))) for name, shape in fields.pop(
-            "parameters"
-        ))  # fmt: skip
-        at = tuple(map(int, fields.pop("at")))
-        made = cls(at=at, parameters=parameters, **fields)
-        if made.ranks < 1 or made.steps < 1 or not at or not parameters:
-            raise ValueError("it has no ranks, steps, points or parameters")
-        return made
-
-    def gradients(self, folder: Path, at: int, step: int) -> list[list[torch.Tensor]]:
+    def gradients(self, at: int, step: int) -> list[list[torch.Tensor]]:
         """The gradients of every rank in one step, per parameter, in their shapes; copies.
 
         Raises:
             ConfigError: as `read`.
         """
-        values = torch.from_numpy(np.array(self._open(folder, at, step)))
-        lengths = [math.prod(shape) for _, shape in self.parameters]
+        values = torch.from_numpy(np.array(self._open(at, step)))
+        shapes = [shape for _, shape in self.parameters]
+        lengths = [math.prod(shape) for shape in shapes]
         return [
-            [
-                part.view(shape)
-                for part, (_, shape) in zip(row.split(lengths), self.parameters, strict=True)
-            ]
+            [part.view(shape) for part, shape in zip(row.split(lengths), shapes, strict=True)]
             for row in values
         ]
 
-    def _open(self, folder: Path, at: int, step: int) -> np.ndarray:
-        file = self.file(folder, at, step)
+    def averages(self, at: int) -> Named:
+        """The mean over ranks and steps of a point's gradients, by parameter."""
+        sums = [torch.zeros(shape, dtype=torch.float64) for _, shape in self.parameters]
+        for step in range(self.steps):
+            for of_rank in self.gradients(at, step):
+                for total, gradient in zip(sums, of_rank, strict=True):
+                    total += gradient
+        count = self.steps * self.ranks
+        names = [name for name, _ in self.parameters]
+        return [(name, (total / count).float()) for name, total in zip(names, sums, strict=True)]
+
+    def _open(self, at: int, step: int) -> np.ndarray:
+        file = self.file(at, step)
         try:
             found: np.ndarray = np.load(file, mmap_mode="r")
         except OSError as error:
@@ -135,15 +153,3 @@ class Recording:
                 f"float32 of shape {wanted} (ranks, values): record anew"
             )
         return found
-
-
-def save(file: Path, ranks: Sequence[torch.Tensor]) -> None:
-    """Write one step: a vector per rank.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        np.save(file, np.stack([values.numpy() for values in ranks]))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written ({error.strerror})") from error

@@ -23,7 +23,6 @@ import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from gradwire import codecs
 from gradwire.collectives import Options
@@ -33,6 +32,7 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network.network import StepConfig, copies
 from gradwire_tools.bench.network.world import emulable, several
+from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.paper.planner_grid import fitted_to_lab, in_lab, method_of
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
@@ -54,8 +54,8 @@ def run(
     compute: float = 0.1,
     turns: int = 5,
     lab: bool = True,
-    advance: workers.Advance | None = None,
-) -> Iterator[dict[str, Any]]:
+    advance: workers.Advance = workers.unseen,
+) -> Iterator[Row]:
     """Yield the rows.
 
     Args:
@@ -78,43 +78,43 @@ def run(
     size = models.numel(shapes)
     if lab:
         memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
-    if lab:
         emulable(network, instead="give --no-lab")
     chosen = codecs.get(codec)
     known = measuring.measured([FULL, HALF, chosen], advance=advance)
     if lab:
         known = fitted_to_lab(known, ranks, network, size)
-    eager = {str(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
     backward = compute * 2 / 3
     cores = float(len(os.sched_getaffinity(0))) if lab else float("inf")
     where = replace(in_lab(known, ranks, network, shapes), cores=cores, backward=backward)
-    best = choose(where, [chosen]).of(chosen).setting
-    parts = _parts(best)
+    parts = _parts(choose(where, [chosen]).of(chosen).setting)
     methods = {part: _method(*of) for part, of in parts.items()}
-    context = {"model": model, "ranks": ranks, "net": str(network), "numel": size}
 
-    def rows(place: str, found: dict[str, tuple[float | None, float]]) -> Iterator[dict[str, Any]]:
-        before: float | None = None
-        for part, (step, seconds) in found.items():
-            cut = None if before is None else 1 - seconds / before
-            about = {"where": place, "part": part, "method": methods[part], **context}
-            times = {"step_seconds": step, "synchronisation_seconds": seconds}
-            yield {**about, **times, "cut": cut}
-            before = seconds
+    def simulated() -> Iterator[tuple[None, float]]:
+        eager = {str(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
+        slow = replace(where, curves=replace(where.curves, codecs={**known.codecs, **eager}))
+        for setting, target in parts.values():
+            found = simulate(slow if target == "eager" else where, setting)
+            yield None, found.seconds - backward
 
-    slow = replace(where, curves=replace(where.curves, codecs={**known.codecs, **eager}))
-    simulated = {
-        part: simulate(slow if target == "eager" else where, setting).seconds - backward
-        for part, (setting, target) in parts.items()
-    }
-    yield from rows("simulator", {part: (None, seconds) for part, seconds in simulated.items()})
-    if lab:
+    def in_the_lab() -> Iterator[tuple[float, float]]:
         # The planner's setting may be that of a part: then they are one measurement.
         names = tuple(dict.fromkeys(methods.values()))
         config = StepConfig(shapes, compute, names, turns, _TIMEOUT_S / 3)
-        measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
-        found = {row["method"]: _measured(row) for row in measured}
-        yield from rows("lab", {part: found[name] for part, name in methods.items()})
+        found = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
+        times = {row["method"]: _medians(row) for row in found}
+        yield from (times[name] for name in methods.values())
+
+    def rows(place: str) -> Iterator[Row]:
+        context = {"model": model, "ranks": ranks, "net": str(network), "numel": size}
+        before: float | None = None
+        times = simulated() if place == "simulator" else in_the_lab()
+        for (part, method), (step, seconds) in zip(methods.items(), times, strict=True):
+            cut = None if before is None else 1 - seconds / before
+            about = {"where": place, "part": part, "method": method, **context}
+            yield {**about, "step_seconds": step, "synchronisation_seconds": seconds, "cut": cut}
+            before = seconds
+
+    yield from measured("{0}", rows, advance, ["simulator", "lab"] if lab else ["simulator"])
 
 
 def _parts(best: Setting) -> dict[str, tuple[Setting, str]]:
@@ -140,7 +140,7 @@ def _method(setting: Setting, target: str) -> str:
     return text + (f":target={target}" if target else "")
 
 
-def _measured(row: dict[str, Any]) -> tuple[float, float]:
+def _medians(row: Row) -> tuple[float, float]:
     """Median seconds of a step, and of averaging alone."""
     step, computing = statistics.median(row["steps"]), statistics.median(row["computing"])
     return step, max(step - computing, 0.0)

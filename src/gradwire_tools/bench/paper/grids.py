@@ -22,11 +22,11 @@ from rich import box
 from rich.table import Column, Table
 
 from gradwire.errors import ConfigError, use_one_of
+from gradwire_tools.bench.paper.cells import Row
 from gradwire_tools.bench.quantities import DASH, digits, network, seconds, size
 from gradwire_tools.bench.train import train
 from gradwire_tools.bench.train.train_config import TrainConfig
 
-Row = dict[str, Any]
 Cells = Mapping[tuple[str, str], str]
 
 _BASELINES = ("fsdp-fp32", "fsdp-mixed")  # for the loss; and the thesis'
@@ -37,7 +37,6 @@ class Grid:
     """A grid.
 
     Attributes:
-        name: for the command line.
         title: what its cells vary.
         cells: (row's label, column's label) -> method; rows are of weights, columns of gradients,
             in order. Not every combination need be there.
@@ -45,7 +44,6 @@ class Grid:
         shows: the summary's key in the cells: "final_loss" or "step_seconds".
     """
 
-    name: str
     title: str
     cells: Cells
     baselines: tuple[str, ...] = _BASELINES
@@ -95,24 +93,19 @@ _LEARNED = {
     },
 }
 GRIDS: dict[str, Grid] = {
-    grid.name: grid
-    for grid in (
-        Grid("bits", "bits per value", _product(("6", "5", "4"), "qsdp:w={w}:g={g}")),
-        Grid("low", "bits per value", _LOW),
-        Grid("learned", "bits per value, learned levels", _LEARNED),
-        Grid(
-            "blocks",
-            "values per block, in 8 bits",
-            _product(("1024", "16384"), "qsdp:w=8:block={w}:g=8:block={g}"),
-        ),
-        Grid(
-            "fake",
-            "ratio of fake compression",
-            _product(("1", "2", "4", "8"), "truncate:w={w}:g={g}"),
-            baselines=(),
-            shows="step_seconds",
-        ),
-    )
+    "bits": Grid("bits per value", _product(("6", "5", "4"), "qsdp:w={w}:g={g}")),
+    "low": Grid("bits per value", _LOW),
+    "learned": Grid("bits per value, learned levels", _LEARNED),
+    "blocks": Grid(
+        "values per block, in 8 bits",
+        _product(("1024", "16384"), "qsdp:w=8:block={w}:g=8:block={g}"),
+    ),
+    "fake": Grid(
+        "ratio of fake compression",
+        _product(("1", "2", "4", "8"), "truncate:w={w}:g={g}"),
+        baselines=(),
+        shows="step_seconds",
+    ),
 }
 
 

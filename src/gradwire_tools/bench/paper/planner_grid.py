@@ -28,7 +28,7 @@ import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache, partial
 
 from gradwire import codecs as codec_table
 from gradwire.aggregators import Compressed, registry
@@ -40,6 +40,7 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
 from gradwire_tools.bench.network.world import emulable, several
+from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.paper.validate import SWITCH_S
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
@@ -66,7 +67,7 @@ def run(
     codecs: Sequence[str] = ("qsgd:bits=4",),
     fresh: bool = False,
     advance: workers.Advance = workers.unseen,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield a row for each network and size. `advance` is called with every one.
 
     Raises:
@@ -81,15 +82,17 @@ def run(
             raise ConfigError(f"--bytes {size}: give bytes of fp32 values, 4 or more")
         memory.check(f"--bytes {size} on {ranks} ranks", 2 * _COPIES * size * ranks)
     chosen = [codec_table.get(text) for text in codecs]
-    points = [(network, size) for network in networks for size in sizes]
     known = measuring.measured([FULL, HALF, *chosen], threads=1, fresh=fresh, advance=advance)
-    fitted: dict[Network, Curves] = {}
-    for done, (network, size) in enumerate(points):
-        advance(f"{size} bytes on {network}", done, len(points))
-        if network not in fitted:
-            fitted[network] = fitted_to_lab(known, ranks, network, max(sizes) // 4)
-        where = in_lab(fitted[network], ranks, network, ((1, size // 4),))
-        yield _row(where, network, size, chosen)
+
+    @cache
+    def fitted(network: Network) -> Curves:
+        return fitted_to_lab(known, ranks, network, max(sizes) // 4)
+
+    def rows(network: Network, size: int) -> Iterator[Row]:
+        where = in_lab(fitted(network), ranks, network, ((1, size // 4),))
+        yield _row(where, str(network), size, chosen)
+
+    yield from measured("{1} bytes on {0}", rows, advance, networks, sizes)
 
 
 def in_lab(known: Curves, ranks: int, network: Network, shapes: Shapes) -> Situation:
@@ -130,31 +133,29 @@ def _fit(
     return at(min(costs, key=error))
 
 
-def _row(
-    where: Situation, network: Network, nbytes: int, codecs: Sequence[Codec]
-) -> dict[str, Any]:
+def _row(where: Situation, net: str, nbytes: int, codecs: Sequence[Codec]) -> Row:
     choice = choose(where, codecs)
     best, turns = choice.best.setting, TURNS if choice.best.seconds < _LONG_S else 1
-    of = where.ranks, str(network), nbytes // 4
-    wanted = _wanted(choice)
-    once = _measured(*of, wanted)
+    seconds_of = partial(_measured, where.ranks, net, nbytes // 4)
+    once = seconds_of(_wanted(choice))
+    ranked = sorted(once, key=once.__getitem__)
     finalists = [best]
     for kind in ((FULL, HALF), tuple(codecs)):
-        finalists += [s for s in sorted(once, key=once.__getitem__) if s.codec in kind][:FINALISTS]
-    segments = [s for s in sorted(once, key=once.__getitem__) if _same(s, best) and s != best]
-    measured = _measured(*of, list(dict.fromkeys(finalists + segments[:1])), turns)
-    seconds, fastest = measured[best], min(measured, key=measured.__getitem__)
-    plain = min(t for s, t in measured.items() if s.codec in (FULL, HALF))
-    same = [t for s, t in measured.items() if _same(s, best) and s != best]
+        finalists += [one for one in ranked if one.codec in kind][:FINALISTS]
+    finalists += [one for one in ranked if _same(one, best) and one != best][:1]
+    final = seconds_of(list(dict.fromkeys(finalists)), turns)
+    seconds, fastest = final[best], min(final, key=final.__getitem__)
+    plain = min(took for one, took in final.items() if one.codec in (FULL, HALF))
+    same = [took for one, took in final.items() if _same(one, best) and one != best]
     return {
-        "ranks": where.ranks, "net": str(network), "nbytes": nbytes,
+        "ranks": where.ranks, "net": net, "nbytes": nbytes,
         "method": name(best.codec), "algorithm": best.options.algorithm,
         "segments": best.options.segments, "coordinated": best.options.coordinated,
         "expected_seconds": choice.best.seconds,
-        "seconds": seconds, "best_method": method_of(fastest), "best_seconds": measured[fastest],
-        "ratio": seconds / measured[fastest], "compress": choice.compresses,
+        "seconds": seconds, "best_method": method_of(fastest), "best_seconds": final[fastest],
+        "ratio": seconds / final[fastest], "compress": choice.compresses,
         "best_compresses": fastest.codec not in (FULL, HALF),
-        "decline_ratio": plain / measured[fastest],
+        "decline_ratio": plain / final[fastest],
         "partition_ratio": seconds / min(same) if same else None,
         "error": choice.best.seconds / seconds - 1, "settings": len(once),
         "message_seconds": where.curves.link.message,
@@ -198,14 +199,12 @@ def _measured(
     ranks: int, net: str, numel: int, settings: Sequence[Setting], turns: int = 1
 ) -> dict[Setting, float]:
     """Seconds of each, medians over `turns`; the first is in every run."""
-    together = max(2, _TOGETHER_BYTES // (4 * numel * ranks * _COPIES))
+    others = max(2, _TOGETHER_BYTES // (4 * numel * ranks * _COPIES)) - 1
+    first, *rest = settings
+    runs = [[first, *rest[i : i + others]] for i in range(0, len(rest), others)] or [[first]]
     times: dict[Setting, list[float]] = {}
-    for _ in range(turns):
-        first, others = settings[0], list(settings[1:])
-        while others or first not in times:
-            part, others = [first, *others[: together - 1]], others[together - 1 :]
-            named = [method_of(s) for s in part]
-            rows = collectives.run(ranks, net, named, numel=numel, quick=True)
-            for setting, row in zip(part, rows, strict=True):
-                times.setdefault(setting, []).append(float(row["seconds"]))
+    for together in runs * turns:
+        rows = collectives.run(ranks, net, [*map(method_of, together)], numel=numel, quick=True)
+        for setting, row in zip(together, rows, strict=True):
+            times.setdefault(setting, []).append(float(row["seconds"]))
     return {setting: statistics.median(found) for setting, found in times.items()}

@@ -17,17 +17,19 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from gradwire import codecs as codec_table
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
-from gradwire_tools.bench import workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
+from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.workers import Advance, unseen
 from gradwire_tools.lab import Network, available
-from gradwire_tools.sim import Net, Scenario, predict
+from gradwire_tools.sim import Curves, Net, Scenario, predict
 from gradwire_tools.sim.curves import Software
 
 RANKS = (2, 4, 8)
@@ -66,8 +68,8 @@ def run(
     numel: int = NUMEL,
     runs: int = RUNS,
     fresh: bool = False,
-    advance: workers.Advance | None = None,
-) -> Iterator[dict[str, Any]]:
+    advance: Advance = unseen,
+) -> Iterator[Row]:
     """Yield a row for each number of ranks, network, codec and algorithm.
 
     With `fresh`, kernels are measured again before each number of ranks on each network, since the
@@ -81,56 +83,57 @@ def run(
     reason = available()
     if reason is not None:
         raise ConfigError(f"this machine cannot emulate a network to compare with ({reason})")
-    cores = float(len(os.sched_getaffinity(0)))
     chosen = {text: codec_table.get(text) for text in codecs}
+
     labs = [
         (Network.parse(net), count)
         for net, count in itertools.product(nets, ranks)
         if count * Network.parse(net).rate_bits_per_s <= _LAB_BITS_PER_S
     ]
-    points, done = len(labs) * len(chosen) * len(algorithms), itertools.count()
-    for network, count in labs:
-        net = str(network)
-        known = measuring.measured(chosen.values(), threads=1, fresh=fresh, advance=advance)
-        known = replace(known, link=on_shared_cores(known.link))
-        for (text, codec), algorithm in itertools.product(chosen.items(), algorithms):
-            if advance is not None:
-                advance(f"{text} by {algorithm}, {count} ranks on {net}", next(done), points)
-            scenario = Scenario(
-                ranks=count,
-                net=Net(net, network.rate_bits_per_s, network.latency_s),
-                codec=codec,
-                model=str(numel),
-                options=Options(algorithm=algorithm),
-                cores=cores,
-                barrier=True,
-            )
-            model = predict(scenario, known)
-            method = f"gradwire:{text}:algorithm={algorithm}"
-            lab = [_measured(count, net, method, numel)]
-            while len(lab) < runs and _least(lab) > _SLOW * model["seconds"]:
-                lab.append(_measured(count, net, method, numel))
-            assert all(row["wire_bytes"] == model["wire_bytes"] for row in lab), (lab, model)
-            least = _least(lab)
-            yield {
-                "ranks": count,
-                "net": net,
-                "method": f"gradwire:{text}",
-                "algorithm": algorithm,
-                "numel": numel,
-                "measured_seconds": least,
-                "simulated_seconds": model["seconds"],
-                "error": model["seconds"] / least - 1,
-                "of_limit": max(row["of_limit"] for row in lab),
-                "runs": len(lab),
-                "spread": max(row["seconds"] for row in lab) / least - 1,
-            }
+
+    @cache
+    def known(lab: tuple[Network, int]) -> Curves:
+        found = measuring.measured(chosen.values(), threads=1, fresh=fresh, advance=advance)
+        return replace(found, link=on_shared_cores(found.link))
+
+    def rows(lab: tuple[Network, int], text: str, algorithm: str) -> Iterator[Row]:
+        network, count = lab
+        net, method = str(network), f"gradwire:{text}"
+        scenario = Scenario(
+            ranks=count,
+            net=Net(net, network.rate_bits_per_s, network.latency_s),
+            codec=chosen[text],
+            model=str(numel),
+            options=Options(algorithm=algorithm),
+            cores=float(len(os.sched_getaffinity(0))),
+            barrier=True,
+        )
+        model = predict(scenario, known(lab))
+        of = count, net, f"{method}:algorithm={algorithm}", numel
+        found = [_measured(*of)]
+        least = found[0]["seconds"]
+        while len(found) < runs and least > _SLOW * model["seconds"]:
+            found.append(_measured(*of))
+            least = min(least, found[-1]["seconds"])
+        assert all(row["wire_bytes"] == model["wire_bytes"] for row in found), (found, model)
+        yield {
+            "ranks": count,
+            "net": net,
+            "method": method,
+            "algorithm": algorithm,
+            "numel": numel,
+            "measured_seconds": least,
+            "simulated_seconds": model["seconds"],
+            "error": model["seconds"] / least - 1,
+            "of_limit": max(row["of_limit"] for row in found),
+            "runs": len(found),
+            "spread": max(row["seconds"] for row in found) / least - 1,
+        }
+
+    name = "{1} by {2}, {0[1]} ranks on {0[0]}"
+    yield from measured(name, rows, advance, labs, chosen, algorithms)
 
 
-def _least(lab: Sequence[dict[str, Any]]) -> float:
-    return min(float(row["seconds"]) for row in lab)
-
-
-def _measured(ranks: int, net: str, method: str, numel: int) -> dict[str, Any]:
+def _measured(ranks: int, net: str, method: str, numel: int) -> Row:
     (row,) = collectives.run(ranks, net, [method], numel=numel, quick=True)
     return row

@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from gradwire.codecs import AdaComp, HardThreshold, TopK
 from gradwire.controllers import Budget, Layer
 from gradwire.controllers.error import terms, total
 from gradwire.lang.layout import layout
-from gradwire_tools.bench.adapt.adapt_tables import Named
+from gradwire_tools.bench.adapt.recording import Named
 
 GLOBAL_TOPK, THRESHOLD, ADACOMP = "global-topk", "threshold", "adacomp"
 NAMES = (GLOBAL_TOPK, THRESHOLD, ADACOMP)
@@ -39,22 +40,27 @@ BINS = tuple(2**i for i in range(4, 16))
 _STEPS = 2**40  # of the range of the threshold's logarithm: fp32's resolution
 _HALF_MOST = 65504.0
 
+Sent = tuple[int, np.ndarray]  # bytes of payloads, without headers; L2 norms of all layers' errors
+
 
 @dataclass(frozen=True, eq=False)
-class Unplanned:
-    """What a method sends and loses.
+class Allocation:
+    """What a method sends and loses, per rank and step.
 
     Attributes:
-        nbytes: of its payloads, per rank and step, without headers.
+        nbytes: of its payloads, without headers.
         errors: float64[layers], L2 norms.
-        seconds: that the search for its option took, given the layers' values in order.
+        seconds: that the search took, given what it decides on.
         fallback: why the uniform plan stands in its place; else empty.
+        bits_by_layer: payload bits per value, of the layers that have a choice; None if there is no
+            plan.
     """
 
     nbytes: int
     errors: np.ndarray
     seconds: float
     fallback: str = ""
+    bits_by_layer: dict[str, float] | None = None
 
 
 class Whole:
@@ -66,75 +72,75 @@ class Whole:
     """
 
     def __init__(self, named: Named, layers: Sequence[Layer]) -> None:
-        self._layers = layers
         self._matrices = [i for i, (_, gradient) in enumerate(named) if gradient.dim() > 1]
-        self._values = {i: named[i][1].reshape(-1) for i in self._matrices}
-        self._sorted = {i: _sorted(values) for i, values in self._values.items()}
-        self._uniform = np.array([one.errors[one.reference] for one in layers])
-        self._adacomp: list[tuple[int, np.ndarray]] | None = None
+        self._values = [named[i][1].reshape(-1) for i in self._matrices]
+        self._sorted = [_sorted(values) for values in self._values]
+        self._errors = np.array([one.errors[one.reference] for one in layers])
+        nbytes = [int(one.nbytes[one.reference]) for one in layers]
+        self._uniform = sum(nbytes)
+        self._flat = self._uniform - sum(nbytes[i] for i in self._matrices)
 
-    def outcome(self, name: str, budget: Budget) -> Unplanned:
+    def outcome(self, name: str, budget: Budget) -> Allocation:
         """What one of `NAMES` sends within a budget."""
         begun = time.perf_counter()
-        found = self._find(name, budget)
+        found = self._adacomp(budget) if name == ADACOMP else self._largest(name, budget)
         seconds = time.perf_counter() - begun
-        if found is not None:
-            return Unplanned(*found, seconds)
-        uniform = sum(int(one.nbytes[one.reference]) for one in self._layers)
-        return Unplanned(uniform, self._uniform, seconds, f"{name} never keeps to the budget")
+        if found is None:
+            never = f"{name} never keeps to the budget"
+            return Allocation(self._uniform, self._errors, seconds, never)
+        return Allocation(*found, seconds)
 
-    def _find(self, name: str, budget: Budget) -> tuple[int, np.ndarray] | None:
-        if name == ADACOMP:
-            if self._adacomp is None:
-                self._adacomp = [self._encoded(AdaComp(block=size, density=1.0)) for size in BINS]
-            within = [one for one in self._adacomp if _error(one[1], budget) <= budget.error]
-            return min(within, key=lambda one: one[0], default=None)
-        threshold = self._largest(lambda t: _error(self._kept(t)[1], budget) <= budget.error)
-        if threshold is None:
-            return None
-        counts, errors = self._kept(threshold)
-        numels = [self._layers[i].numel for i in self._matrices]
-        if name == THRESHOLD:
-            sent = 0
-            for n, k in zip(numels, counts, strict=True):
-                sent += _used(HardThreshold(threshold=threshold, density=_room(k, n)), n, k)
-        else:
-            n, k = sum(numels), sum(counts)
-            sent = _used(TopK(density=_room(k, n)), n, k)
-        return sent + self._flat_nbytes(), errors
+    def _adacomp(self, budget: Budget) -> Sent | None:
+        within = [one for one in self._by_bin if _error(one[1], budget) <= budget.error]
+        return min(within, key=lambda one: one[0], default=None)
 
-    def _largest(self, keeps: Callable[[float], bool]) -> float | None:
-        """The largest threshold that keeps to the budget, by halving the range of its logarithm."""
-        top = max((float(v.abs().max()) for v in self._values.values() if len(v)), default=0.0)
+    @cached_property
+    def _by_bin(self) -> list[Sent]:
+        found = []
+        for size in BINS:
+            codec = AdaComp(block=size, density=1.0)
+            errors, sent = self._errors.copy(), self._flat
+            for i, values in zip(self._matrices, self._values, strict=True):
+                back = lang.decode(codec, lang.encode(codec, values), len(values))
+                errors[i] = float((values - back).double().norm())
+                sent += _used(codec, len(values), int(back.count_nonzero()))
+            found.append((sent, errors))
+        return found
+
+    def _largest(self, name: str, budget: Budget) -> Sent | None:
+        """With the largest threshold that keeps to the budget, by halving the range of its
+        logarithm."""
+        top = max((float(v.abs().max()) for v in self._values if len(v)), default=0.0)
         low, high = math.log(1e-37), math.log(max(2 * top, 2e-37))
 
         def at(step: int) -> float:
             return math.exp(low + (high - low) * step / _STEPS)
 
-        kept = bisect_left(range(_STEPS), True, key=lambda step: not keeps(at(step)))
-        return at(kept - 1) if kept else None
+        def exceeds(step: int) -> bool:
+            return _error(self._kept(at(step))[1], budget) > budget.error
+
+        kept = bisect_left(range(_STEPS), True, key=exceeds)
+        if not kept:
+            return None
+        threshold = at(kept - 1)
+        counts, errors = self._kept(threshold)
+        numels = [len(values) for values in self._values]
+        if name == GLOBAL_TOPK:
+            n, k = sum(numels), sum(counts)
+            return self._flat + _used(TopK(density=_room(k, n)), n, k), errors
+        sent = self._flat
+        for n, k in zip(numels, counts, strict=True):
+            sent += _used(HardThreshold(threshold=threshold, density=_room(k, n)), n, k)
+        return sent, errors
 
     def _kept(self, threshold: float) -> tuple[list[int], np.ndarray]:
         """(values sent of each matrix, errors of all layers)."""
-        errors, counts = self._uniform.copy(), []
-        for i in self._matrices:
-            negative, left = self._sorted[i]
+        errors, counts = self._errors.copy(), []
+        for i, (negative, left) in zip(self._matrices, self._sorted, strict=True):
             count = int(torch.searchsorted(negative, -threshold, right=True))
             counts.append(count)
             errors[i] = math.sqrt(float(left[count]))
         return counts, errors
-
-    def _encoded(self, codec: AdaComp) -> tuple[int, np.ndarray]:
-        errors, sent = self._uniform.copy(), self._flat_nbytes()
-        for i, values in self._values.items():
-            back = lang.decode(codec, lang.encode(codec, values), len(values))
-            errors[i] = float((values - back).double().norm())
-            sent += _used(codec, len(values), int(back.count_nonzero()))
-        return sent, errors
-
-    def _flat_nbytes(self) -> int:
-        flat = set(range(len(self._layers))) - set(self._matrices)
-        return sum(int(self._layers[i].nbytes[0]) for i in flat)
 
 
 def _sorted(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,12 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules
-from gradwire_tools.bench.adapt import record
-from gradwire_tools.bench.adapt.in_process import Counted, InProcessRanks
+from gradwire_tools.bench.adapt.in_process import InProcessRanks
+from gradwire_tools.bench.adapt.record import recordings
 from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.workers import Advance, unseen
-
-Row = dict[str, Any]
 
 METHODS = (
     "fp16", "qsgd:bits=4", "terngrad", "topk:density=0.01", "powersgd:rank=4",
@@ -56,20 +56,22 @@ QUICK_METHODS = ("qsgd:bits=4", "topk:density=0.01", "powersgd:rank=2")
 
 @dataclass(frozen=True)
 class Measured:
-    """A method, and how its collectives run.
+    """A method with or without error feedback, and how its collectives run.
 
     Attributes:
-        method: as the user wrote it.
+        text: as the user wrote it.
         inner: averages gradients; without error feedback around it.
-        feedback: with which error feedback it is measured: False, True or both.
     """
 
-    method: str
+    text: str
     inner: Aggregator
     options: Options
-    feedback: tuple[bool, ...]
+    feedback: bool
 
-    def aggregator(self, feedback: bool, recording: Recording) -> Aggregator:
+    def __str__(self) -> str:
+        return self.text + (", error feedback" if self.feedback else "")
+
+    def aggregator(self, recording: Recording) -> Aggregator:
         """What averages the compressed parameters.
 
         Raises:
@@ -79,9 +81,12 @@ class Measured:
             (name, torch.empty(shape, dtype=torch.float32, device="meta"))
             for name, shape in map(recording.parameters.__getitem__, _compressed(recording))
         ]
-        rules = replace(Rules(default=self.inner), feedback=feedback)
-        make_plan(blank, rules, recording.ranks, self.options)
-        wrap = feedback and RESIDUAL not in self.inner.states((64, 64))
+        rules = Rules(default=self.inner, feedback=self.feedback)
+        try:
+            make_plan(blank, rules, recording.ranks, self.options)
+        except ConfigError as error:
+            raise ConfigError(f"method {self.text!r}: {error}") from error
+        wrap = self.feedback and RESIDUAL not in self.inner.states((64, 64))
         return ErrorFeedback(self.inner) if wrap else self.inner
 
 
@@ -104,28 +109,26 @@ def run(
         algorithm: of collectives; a method's own option precedes it.
         at: only these points.
         layers: rows for each parameter, too.
-        advance: called with every step.
+        advance: called with every method at every point.
 
     Raises:
         ConfigError: an unknown method, option, algorithm or point, or a folder without a complete
             recording.
     """
-    chosen = methods if methods is not None else (QUICK_METHODS if quick else METHODS)
-    measured = [method(text, algorithm) for text in chosen]
+    texts = methods if methods is not None else (QUICK_METHODS if quick else METHODS)
+    chosen = [one for text in texts for one in parsed(text, algorithm)]
     if not folders and not quick:
         raise ConfigError("no folder of recorded gradients given: gradwire bench record makes one")
-    with record.recordings(folders, at, quick, advance) as found:
-        for folder, recording in found:
-            _check(folder, recording, measured)
-        for folder, recording in found:
-            for point in at or recording.at:
-                for one in measured:
-                    for feedback in one.feedback:
-                        yield from _one(folder, recording, point, one, feedback, layers, advance)
+    with recordings(folders, at, quick, advance) as found:
+        for recording in found:
+            _check(recording, chosen)
+        points = [(recording, point) for recording in found for point in at or recording.at]
+        rows = partial(_rows, layers=layers)
+        yield from measured("{0[0].task} at {0[1]}: {1}", rows, advance, points, chosen)
 
 
-def method(text: str, algorithm: str | None = None) -> Measured:
-    """The method that `text` names.
+def parsed(text: str, algorithm: str | None = None) -> list[Measured]:
+    """The method that `text` names, without error feedback, with it, or both.
 
     Raises:
         ConfigError: an unknown name or option, or a bad value.
@@ -142,25 +145,22 @@ def method(text: str, algorithm: str | None = None) -> Measured:
         own = RESIDUAL in inner.states((64, 64))  # it keeps the error itself
         if asked is False and own:
             raise ConfigError("it keeps its error itself: leave error_feedback out")
-        both = (False, True) if asked is None else (asked,)
         options = Options(**{"threads": 1, **of_run})
     except ConfigError as error:
         raise ConfigError(f"method {text!r}: {error}") from error
-    return Measured(text, inner, options, (True,) if own else both)
+    both = (True,) if own else (False, True) if asked is None else (asked,)
+    return [Measured(text, inner, options, feedback) for feedback in both]
 
 
-def _check(folder: Path, recording: Recording, measured: Sequence[Measured]) -> None:
+def _check(recording: Recording, methods: Sequence[Measured]) -> None:
     """Raise ConfigError for what cannot be measured on a recording."""
+    folder = recording.folder
     if recording.ranks < 2:
         raise ConfigError(f"{folder} has 1 rank, which sends nothing: record 2 or more")
     if not _compressed(recording):
         raise ConfigError(f"{folder} has no parameter of two dimensions or more")
-    for one in measured:
-        for feedback in one.feedback:
-            try:
-                one.aggregator(feedback, recording)
-            except ConfigError as error:
-                raise ConfigError(f"method {one.method!r}: {error}") from error
+    for one in methods:
+        one.aggregator(recording)
 
 
 def _compressed(recording: Recording) -> list[int]:
@@ -168,101 +168,69 @@ def _compressed(recording: Recording) -> list[int]:
     return [i for i, (_, shape) in enumerate(recording.parameters) if len(shape) >= 2]
 
 
-def _one(
-    folder: Path,
-    recording: Recording,
-    at: int,
-    one: Measured,
-    feedback: bool,
-    layers: bool,
-    advance: Advance,
-) -> Iterator[Row]:
-    """The rows of one method at one point."""
+def _rows(point: tuple[Recording, int], one: Measured, layers: bool) -> Iterator[Row]:
+    """The rows of one method at one point, from sums over steps of the averages a, the exact means
+    m, and f, the means of what ranks fed in."""
+    recording, at = point
     places = _compressed(recording)
     parameters = [recording.parameters[i] for i in places]
-    sums = [Sums(shape) for _, shape in parameters]
-    sent, aggregator = 0.0, one.aggregator(feedback, recording)
+    # Of each parameter and step |a - m|^2, |m|^2, |a|^2, a . m, |a - f|^2 and |f|^2.
+    products = np.zeros((len(places), recording.steps, 6))
+    # a - m and m, summed over steps.
+    sums = [[torch.zeros(shape, dtype=torch.float64) for _ in "am"] for _, shape in parameters]
+    sent, aggregator = 0.0, one.aggregator(recording)
     with closing(InProcessRanks(recording.ranks, parameters, aggregator, one.options)) as ranks:
         for step in range(recording.steps):
-            what = f"{recording.task} at {at}: {one.method}"
-            advance(what + (", error feedback" if feedback else ""), step, recording.steps)
-            whole = recording.gradients(folder, at, step)
+            whole = recording.gradients(at, step)
             gradients = [[of_rank[i] for i in places] for of_rank in whole]
             residuals = ranks.residual_mean()
             averages, wire_bytes = ranks.average(gradients)
             sent += wire_bytes
-            columns = zip(sums, zip(*gradients, strict=True), residuals, averages, strict=True)
-            for kept, of_ranks, residual, average in columns:
-                kept.add(of_ranks, residual, average)
+            columns = zip(zip(*gradients, strict=True), residuals, averages, strict=True)
+            for i, (of_ranks, residual, average) in enumerate(columns):
+                mean = torch.stack(of_ranks).double().mean(0)
+                a = average.double()
+                lost, fed = a - mean, mean + residual
+                late = a - fed
+                pairs = ((lost, lost), (mean, mean), (a, a), (a, mean), (late, late), (fed, fed))
+                products[i, step] = [float((x * y).sum()) for x, y in pairs]
+                sums[i][0] += lost
+                sums[i][1] += mean
+    members = ranks.members[0]
+    of_sums = np.array([[float(of.square().sum()) for of in both] for both in sums])
     common = {
         "task": recording.task, "at": at, "steps": recording.steps, "ranks": recording.ranks,
-        "method": one.method, "algorithm": one.options.algorithm, "error_feedback": feedback,
+        "method": one.text, "algorithm": one.options.algorithm, "error_feedback": one.feedback,
         "recorded": dict(recording.run),
     }  # fmt: skip
 
-    def row(members: Sequence[Counted], sums: Sequence[Sums], **of: Any) -> Row:
-        found = figures(sums)
-        values = found["numel"] * recording.steps
-        bits = {
-            "input_bits": sum(member.input_bits for member in members) / values,
-            "packed_bits": sum(member.packed_bits for member in members) / values,
+    def row(parts: slice, **of: Any) -> Row:
+        numel = sum(math.prod(member.shape) for member in members[parts])
+        values = numel * recording.steps
+        return {
+            **of,
+            **common,
+            "numel": numel,
+            **_figures(products[parts].sum(0), of_sums[parts].sum(0)),
+            "input_bits": sum(member.input_bits for member in members[parts]) / values,
+            "packed_bits": sum(member.packed_bits for member in members[parts]) / values,
         }
-        return {**of, **common, **found, **bits}
 
-    counted = ranks.members[0]
-    yield row(counted, sums, row="total", layer=None, wire_bytes=sent / recording.steps)
-    for member, kept in zip(counted, sums, strict=True) if layers else ():
-        yield row([member], [kept], row="layer", layer=member.name, wire_bytes=None)
+    yield row(slice(None), row="total", layer=None, wire_bytes=sent / recording.steps)
+    for i, member in enumerate(members if layers else ()):
+        yield row(slice(i, i + 1), row="layer", layer=member.name, wire_bytes=None)
 
 
-class Sums:
-    """The sums of one parameter, of the average a, the exact mean m, and f, the mean of what ranks
-    fed in.
-
-    Attributes:
-        numel: its values.
-        steps: of each step so far |a - m|^2, |m|^2, |a|^2, a . m, |a - f|^2 and |f|^2.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.numel = math.prod(shape)
-        self.steps: list[list[float]] = []
-        self._lost = torch.zeros(shape, dtype=torch.float64)
-        self._exact = torch.zeros(shape, dtype=torch.float64)
-
-    def add(
-        self, gradients: Sequence[torch.Tensor], residual: torch.Tensor, average: torch.Tensor
-    ) -> None:
-        """Add a step: all ranks' gradients, the mean of their residuals before, and the average."""
-        mean = torch.zeros_like(self._exact)
-        for gradient in gradients:
-            mean += gradient
-        mean /= len(gradients)
-        a = average.double()
-        lost, fed = a - mean, mean + residual
-        late = a - fed
-        pairs = ((lost, lost), (mean, mean), (a, a), (a, mean), (late, late), (fed, fed))
-        self.steps.append([float((x * y).sum()) for x, y in pairs])
-        self._lost += lost
-        self._exact += mean
-
-    def of_sum(self) -> tuple[float, float]:
-        """|sum of a - sum of m|^2 and |sum of m|^2, over all steps."""
-        return float(self._lost.square().sum()), float(self._exact.square().sum())
-
-
-def figures(parts: Sequence[Sums]) -> dict[str, Any]:
-    """numel, nmse, nmse_by_step, nmse_of_fed, nmse_of_sum and cosine of these parameters as one
-    vector; null where the exact mean is zero."""
-    steps = np.sum([part.steps for part in parts], axis=0)
+def _figures(steps: np.ndarray, of_sums: np.ndarray) -> dict[str, Any]:
+    """nmse, nmse_by_step, nmse_of_fed, nmse_of_sum and cosine of parameters as one vector, from
+    their products by step, and those of sums; null where the exact mean is zero."""
     error, exact, _, _, fed_error, fed = steps.sum(0).tolist()
     cosines = [p / math.sqrt(a * m) for _, m, a, p, _, _ in steps.tolist() if a and m]
     return {
-        "numel": sum(part.numel for part in parts),
         "nmse": _ratio(error, exact),
         "nmse_by_step": [_ratio(*step[:2]) for step in steps.tolist()],
         "nmse_of_fed": _ratio(fed_error, fed),
-        "nmse_of_sum": _ratio(*map(sum, zip(*(part.of_sum() for part in parts), strict=True))),
+        "nmse_of_sum": _ratio(*of_sums.tolist()),
         "cosine": sum(cosines) / len(steps),
     }
 

@@ -1,4 +1,4 @@
-"""What `gradwire bench adapt` decides on: averages of recorded gradients, and seeded tables.
+"""The tables that `gradwire bench adapt` decides on: of recorded gradients, and seeded ones.
 
 Seeded tables have the shapes of a model (`sim.models`), and errors from formulas:
 
@@ -15,10 +15,7 @@ of most layers' norms (Laplace: 0.92), and rank 4 leaves 0.12 to 0.62 (1 / i: 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,32 +25,23 @@ from gradwire.codecs import QSGD, TopK
 from gradwire.controllers import Family, Layer, tables
 from gradwire.controllers.families import FLAT
 from gradwire.controllers.tables import nbytes
-from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.adapt.recording import Named
 from gradwire_tools.sim import models
 
 _BLOCKS = 4096  # of Laplace values, from which mean square ranges are taken
 _BF16 = 2**-9 / math.sqrt(3)  # relative error of rounding, root mean square, about
 _TOP = math.sqrt(0.01 * (math.log(100) ** 2 + 2 * math.log(100) + 2) / 2)  # of the norm, in 1 %
 
-Named = list[tuple[str, torch.Tensor]]
-
-
-def averages(folder: Path, recording: Recording, at: int) -> Named:
-    """The mean over ranks and steps of a point's gradients, by parameter."""
-    sums = [torch.zeros(shape, dtype=torch.float64) for _, shape in recording.parameters]
-    for step in range(recording.steps):
-        for of_rank in recording.gradients(folder, at, step):
-            for total, gradient in zip(sums, of_rank, strict=True):
-                total += gradient
-    count = recording.steps * recording.ranks
-    names = [name for name, _ in recording.parameters]
-    return [(name, (total / count).float()) for name, total in zip(names, sums, strict=True)]
-
 
 def recorded_layers(named: Named, family: Family) -> list[Layer]:
-    """Their tables, computed by one thread."""
-    with _one_thread():
+    """The tables of averaged gradients, by one thread: small products are slower on several, by
+    far on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         return tables(named, family)
+    finally:
+        torch.set_num_threads(before)
 
 
 def seeded_layers(model: str, sigma: float, family: Family, seed: int) -> list[Layer]:
@@ -110,14 +98,3 @@ def _square_range(block: int) -> float:
     count = max(16, _BLOCKS * 128 // block)
     values = np.random.default_rng(0).laplace(scale=math.sqrt(0.5), size=(count, block))
     return float((np.ptp(values, axis=1) ** 2).mean())
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small products are slower on several threads, by far on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,94 @@
+"""What the commands of recordings and of the papers' grids refuse, each with its complaint."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from bench_runs import refused, refused_by_command
+
+from gradwire_tools.bench.adapt import record
+from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.paper import adapt
+
+RECORD = "record --output made --task gpt --ranks 2 --steps 2 --quick"
+REFUSED = [
+    ("adapt --policies x", "unknown policy 'x'"),
+    ("adapt --policies accordion:eta=0.2", "its levels are given: write accordion"),
+    ("adapt --references fp16", "reference 'fp16': use one of qsgd, topk, powersgd"),
+    ("adapt --references qsgd:scale=l2", "qsgd has no option 'scale': use one of bits"),
+    ("adapt --references qsgd:bits=9", "reference 'qsgd:bits=9': Bits: choices"),
+    ("adapt --references powersgd:rank=a", "reference 'powersgd:rank=a'"),
+    ("adapt --references qsgd --families mixed", "have none"),
+    ("adapt --families x", "--families x: use one of bits, topk, rank, mixed"),
+    ("adapt --models x", "neither a model nor a size"),
+    ("adapt --sigmas -1", "--sigmas -1.0"),
+    ("adapt --alpha 0", "--alpha 0.0"),
+    ("adapt --seed -1", "--seed -1"),
+    ("adapt --metrics x", "metric='x'"),
+    ("adapt --blocks 0", "block"),
+    ("adapt recorded --at 1", "recorded has the points 0, 3"),
+    ("record --output made --task poem", "unknown task 'poem'"),
+    (f"{RECORD} --at ''", "--at is empty"),
+    (f"{RECORD} --at -1", "--at -1"),
+    (f"{RECORD} --at 0,1", "the point after 0 is 2 or later, not 1"),
+    (f"{RECORD} --at 3,0", "not 0"),
+    (f"{RECORD} --steps 0", "--steps 0"),
+    (f"{RECORD} --ranks 0", "--ranks 0"),
+    (f"{RECORD} --ranks {1 << 40}", "--ranks"),
+    (f"{RECORD} --steps {1 << 40} --at 0", "do not fit"),
+    (f"{RECORD} --seed -1", "--seed -1"),
+    (f"{RECORD} --seed {2**63}", "seeds are below 2^63"),
+    ("error recorded --methods qsgd,no-such-thing", "'no-such-thing': unknown codec or aggreg"),
+    ("error recorded --methods torch-powersgd", "unknown codec or aggregator"),
+    ("error recorded --methods qsgd,qsgd:bits=99", "method 'qsgd:bits=99': "),
+    ("error recorded --methods qsgd:bitten=4", "bitten"),
+    ("error recorded --methods qsgd:algorithm=pigeon", "pigeon"),
+    ("error recorded --methods qsgd:error_feedback=2", "error_feedback"),
+    ("error recorded --methods topk:density=0", "density"),
+    ("error recorded --at 7", "recorded has the points 0, 3"),
+    ("error", "gradwire bench record"),
+    ("error nowhere", "gradwire bench record"),
+    ("error alone", "1 rank"),
+    ("planner --nets none --bytes 3", "bytes of fp32"),
+    ("planner --nets none --ranks 1", "one rank"),
+    ("ablation --no-lab --compute 0", "seconds above 0"),
+    ("ablation --no-lab --turns 0", "--turns 0: give 1 to 1000"),
+    ("grid --net none --grid bytes", "--grid bytes: use one of bits, low, learned, blocks, fake"),
+    ("grid --net none --nodes 1", "one node sends nothing"),
+    ("grid --net none --steps 0", "train 1 step or more"),
+    ("grid --net none --seeds ''", "--seeds is empty"),
+    ("grid --net none --task-option layers", "write NAME=VALUE"),
+    ("grid --net none --resume", "give its --json FILE"),
+]
+
+
+def test_each_is_refused_in_one_line_and_leaves_no_file(
+    recorded: tuple[Path, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = Recording(tmp_path / "alone", "gpt", {}, 0, 1, (0,), 1, (("a", (40, 30)),), {})
+    alone.folder.mkdir()
+    alone.save(0, 0, [torch.ones(alone.numel)])
+    alone.write()
+    (tmp_path / "recorded").symlink_to(recorded[0])
+    words = [(shlex.split(line), told) for line, told in REFUSED]
+    refused_by_command(["bench"], words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "recorded"]
+
+
+def test_no_points_and_points_of_the_quick_recording(
+    recorded: tuple[Path, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(lambda at: list(record.run("made", at=at)), [((), "--at : give steps of 0 or more")])
+
+    def copied(made: Path, **_: object) -> list[None]:
+        shutil.copytree(recorded[0], made, dirs_exist_ok=True)
+        return []
+
+    monkeypatch.setattr(record, "run", copied)
+    told = r"^--at 5: the quick recording has the points \d"
+    refused(lambda at: list(adapt.run(config=adapt.Config(at=at), quick=True)), [((5,), told)])
