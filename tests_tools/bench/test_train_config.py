@@ -33,33 +33,25 @@ def test_names_are_read_into_options() -> None:
         methods.parse(name).check(2, [("a", (64, 64))])
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "gradients", "options"),
-    [
-        (
-            "qsdp:w=5:g=4:learned:keep=payload",
-            "learnedlevels:bits=5", "learnedlevels:rounding=stochastic:bits=4",
-            {"keep": "payload"},
-        ),
-        ("qsdp:w=4diff:g=4", "randomshift:bits=4", "qsgd:bits=4", {"keep": "reference"}),
-        (
-            "gradwire:w=randomshift:bits=5:block=512:g=qsgd:bits=4",
-            "randomshift:bits=5:block=512", "qsgd:bits=4", {},
-        ),
-        (
-            "qsdp:w=6:block=256:g=4:keep=payload:error_feedback=true",
-            "randomshift:bits=6:block=256", "qsgd:bits=4",
-            {"keep": "payload", "error_feedback": True},
-        ),
-        ("gradwire:g=bf16", None, "bf16", {}),
-    ],
+# Of FSDP2: a name, the codecs of weights and gradients, and options of `attach`.
+LEARNED, SHIFT = "learnedlevels:rounding=stochastic", "randomshift"
+SHARDED: tuple[tuple[str, str | None, str, dict[str, Any]], ...] = (
+    ("qsdp:w=5:g=4:learned:keep=payload", "learnedlevels:bits=5", f"{LEARNED}:bits=4",
+     {"keep": "payload"}),
+    ("qsdp:w=4diff:g=4", f"{SHIFT}:bits=4", "qsgd:bits=4", {"keep": "reference"}),
+    (f"gradwire:w={SHIFT}:bits=5:block=512:g=qsgd:bits=4", f"{SHIFT}:bits=5:block=512",
+     "qsgd:bits=4", {}),
+    ("qsdp:w=6:block=256:g=4:keep=payload:error_feedback=true", f"{SHIFT}:bits=6:block=256",
+     "qsgd:bits=4", {"keep": "payload", "error_feedback": True}),
+    ("gradwire:g=bf16", None, "bf16", {}),
 )  # fmt: skip
-def test_sharded_names_are_read_into_codecs_and_options(
-    name: str, weights: str | None, gradients: str, options: dict[str, Any]
-) -> None:
-    found = sharded.parse(name)
-    assert (found.weights, found.gradients, found.options) == (weights, gradients, options)
-    assert found.learned == ("learned" in name)
+
+
+def test_sharded_names_are_read_into_codecs_and_options() -> None:
+    for name, *expected in SHARDED:
+        found = sharded.parse(name)
+        assert [found.weights, found.gradients, found.options] == expected
+        assert found.learned == ("learned" in name)
 
 
 WRONG_METHODS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import replace
 
 import pytest
@@ -58,27 +58,20 @@ def sizes() -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[in
     return block, [one for one in shapes if one not in block]
 
 
-def numel(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
 def payload_bytes(weights: str | None, of: list[tuple[str, tuple[int, ...]]]) -> int:
     """Of one rank's shards, of which each has half of the rows."""
     rules = WeightRules.of(weights, "none")
     total = 0
     for name, shape in of:
-        codec = rules.choose((name,), len(shape), numel(shape))
-        half = numel(shape) // RANKS
+        codec = rules.choose((name,), len(shape), math.prod(shape))
+        half = math.prod(shape) // RANKS
         total += 4 * half if codec is None else layout(codec).nbytes(half)
     return total
 
 
 @pytest.mark.multiprocess
 def test_bytes_are_those_of_formula_payloads_and_simulation(tiny: Found) -> None:
-    block, root = (sum(numel(shape) for _, shape in of) for of in sizes())
+    block, root = (sum(math.prod(shape) for _, shape in of) for of in sizes())
     weights = STEPS * 4 * (2 * block + root) // RANKS
     gradients = STEPS * 4 * (block + root) // RANKS
     expected = {

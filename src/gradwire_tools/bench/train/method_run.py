@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire_tools.bench.tasks import Score, Task
 from gradwire_tools.bench.train import sharded
-from gradwire_tools.bench.train.hooks import Applied, TorchGather, TorchScatter, Traffic
+from gradwire_tools.bench.train.hooks import Applied, TorchGather, TorchScatter
 from gradwire_tools.bench.train.methods import Method
 from gradwire_tools.bench.train.sharded import ShardedMethod
 
@@ -52,8 +52,8 @@ class MethodRun:
         parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
         counted_from: bytes sent in the first steps, whose times are not averaged.
-        apart: (all bytes, those of weights) to add to what the method counts: of a run before it
-            was resumed, less what does not belong to training.
+        apart: by key, bytes to add to what the method counts: of a run before it was resumed, less
+            what does not belong to training.
     """
 
     method: Method | ShardedMethod
@@ -71,7 +71,7 @@ class MethodRun:
     parts: dict[str, float] = field(default_factory=dict)
     scores: list[tuple[float, float]] = field(default_factory=list)
     counted_from: int = 0
-    apart: tuple[int, int] = (0, 0)
+    apart: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -197,7 +197,7 @@ class MethodRun:
     @torch.no_grad()
     def _gathered(self, replica: nn.Module) -> nn.Module:
         """The replica, with the weights as a forward gathers them."""
-        before, whole = self.sent(), dict(replica.named_parameters())
+        before, whole = self.traffic(), dict(replica.named_parameters())
         for prefix, module in sharded.groups(self.model):
             module.unshard()
             for name, p in self.model.get_submodule(prefix).named_parameters(prefix):
@@ -212,7 +212,7 @@ class MethodRun:
     def state(self) -> dict[str, Any]:
         """This rank's state between two steps; under DDP, rank 0's has model and optimizer."""
         own = {name: getattr(self, name) for name in _COUNTED}
-        own |= {"sent": self.sent(), "method": self.applied.state()}
+        own |= {"sent": self.traffic(), "method": self.applied.state()}
         own["random"] = torch.get_rng_state()
         if self.replica is not None or dist.get_rank() == 0:
             own["trained"] = tree_map_only(DTensor, DTensor.to_local, self._trained())
@@ -254,25 +254,16 @@ class MethodRun:
         self.first, self.step_seconds = self.step, []
         self.parts = {"plan": self.parts["plan"]} if self.parts else {}
 
-    def traffic(self) -> Traffic:
-        """Bytes and memory so far; memory since the last start."""
-        found, (wire_bytes, of_weights) = self.applied.traffic(self.step), self.apart
-        weights = found.weights_wire_bytes
-        return replace(
-            found,
-            wire_bytes=found.wire_bytes + wire_bytes,
-            weights_wire_bytes=None if weights is None else weights + of_weights,
-        )
+    def traffic(self) -> dict[str, Any]:
+        """What rows have of bytes and memory, so far; memory since the last start."""
+        found = self.applied.traffic(self.step).keys()
+        return {k: n if n is None else n + self.apart.get(k, 0) for k, n in found.items()}
 
-    def sent(self) -> tuple[int, int]:
-        """(all bytes, those of weights) so far."""
-        traffic = self.traffic()
-        return traffic.wire_bytes, traffic.weights_wire_bytes or 0
-
-    def count_from(self, sent: tuple[int, int]) -> None:
-        """Have `sent` be this now, and count on from it."""
-        apart, now = self.apart, self.sent()
-        self.apart = (apart[0] + sent[0] - now[0], apart[1] + sent[1] - now[1])
+    def count_from(self, traffic: dict[str, Any]) -> None:
+        """Have the bytes of an earlier `traffic` be those of now, and count on from them."""
+        now = self.traffic()
+        of_bytes = [key for key in now if key.endswith("wire_bytes")]
+        self.apart = {k: self.apart.get(k, 0) + traffic[k] - now[k] for k in of_bytes}
 
     def close(self) -> None:
         """Release the method's resources."""

@@ -24,7 +24,7 @@ _BETWEEN_LINES_S = 5.0
 
 
 def watch(
-    config: TrainConfig, console: Console, state: Path | None = None, resume: bool = False
+    config: TrainConfig, console: Console, folder: Path | None = None, resume: bool = False
 ) -> Iterator[Row]:
     """The rows of `run`, with the progress of each method on `console`.
 
@@ -56,7 +56,7 @@ def watch(
         def announce(text: str) -> None:
             console.print(text, style="dim", highlight=False, soft_wrap=True)
 
-        for row in run.run(config, moved, announce, state, resume):
+        for row in run.run(config, moved, announce, folder, resume):
             if row["row"] == "evaluation" and not config.nets:
                 shown.evaluated(row)
                 if not console.is_terminal:

@@ -147,7 +147,7 @@ class Training:
             self.network.follow(run.step, self.steps, run.step_seconds)
             run.train(1)
             if run.step == run.first + self.config.skip_steps:
-                run.counted_from = run.traffic().wire_bytes
+                run.counted_from = run.traffic()["wire_bytes"]
             if time.monotonic() - self.told_at >= _STEP_EVENT_SECONDS:
                 self.told_at = time.monotonic()
                 at = {**_of(run), "steps": self.steps, "seconds": sum(run.step_seconds)}
@@ -169,7 +169,7 @@ class Training:
                 rolling_metric=rolling(metrics, self.config.rolling)[-1],
                 link_bytes=run.link_bytes,
                 **self.network.keys(run.step, self.steps, run.step_seconds),
-                **run.traffic().keys(),
+                **run.traffic(),
                 metric_name=self.task.metric,
                 timing_only=run.method.timing_only,
             )
@@ -231,7 +231,7 @@ class Training:
             skipped = self.config.skip_steps
             skipped = skipped if len(run.step_seconds) > skipped else 0
             counted = run.step_seconds[skipped:]
-            sent = run.traffic().wire_bytes - (run.counted_from if skipped else 0)
+            sent = run.traffic()["wire_bytes"] - (run.counted_from if skipped else 0)
             self._tell(
                 "finished",
                 method=run.name,
