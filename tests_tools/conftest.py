@@ -2,6 +2,6 @@
 
 import os
 
-_ranks = "gradwire_tools.bench.train.method_run,gradwire_tools.bench.sharded.sharded_run"
+_ranks = "gradwire_tools.bench.train.worker"
 _given = os.environ.get("GRADWIRE_TEST_IMPORTS", "")
 os.environ["GRADWIRE_TEST_IMPORTS"] = ",".join(filter(None, [_given, _ranks]))

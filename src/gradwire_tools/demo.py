@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 
 from gradwire_tools import lab, report
-from gradwire_tools.bench.train import train, train_view
+from gradwire_tools.bench.train import run, view
+from gradwire_tools.bench.train.config import COMPARED, TrainConfig
 from gradwire_tools.bench.train.methods import ring_bytes
-from gradwire_tools.bench.train.train_config import TrainConfig
 
 RATES = ("1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "50mbit", "20mbit")
 LATENCY = "1ms"
@@ -37,7 +37,7 @@ _CONFIG = TrainConfig(
     task_options={"validation_sequences": 64},
     nodes=4,
     net="none",
-    methods=train.COMPARED,
+    methods=COMPARED,
     steps=300,
     evaluate_every=5,
     budget_seconds=150.0,
@@ -69,11 +69,11 @@ def demo(
     console.print(reason, highlight=False, soft_wrap=True)
     config = replace(_CONFIG, net=net)
     found = []
-    for row in train_view.watch(config, console):
+    for row in view.watch(config, console):
         row["run"]["note"] = reason
         found.append(row)
         write(row)
-    console.print(train_view.table([row for row in found if row["row"] == "summary"]))
+    console.print(view.table([row for row in found if row["row"] == "summary"]))
     page.write_text(report.render(found, "gradwire demo: time to accuracy"), encoding="utf-8")
     console.print(f"The report is in {page}", highlight=False, soft_wrap=True)
 
@@ -89,7 +89,7 @@ def choose(config: TrainConfig, console: Console) -> tuple[str, str]:
     alone = replace(
         config, net="none", methods=("torch-fp32",), steps=0, budget_seconds=None, ideal_steps=6
     )
-    *_, last = train.run(alone, announce=lambda text: None)
+    *_, last = run.run(alone, announce=lambda text: None)
     return fastest(float(last["ideal_step_seconds"]), int(last["parameters"]), config.nodes)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from command_line import wrongly_refused
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.train import train
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train import run
+from gradwire_tools.bench.train.config import TrainConfig
 
 OPTIONS: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "validation_sequences": 16}
 TINY = TrainConfig(
@@ -50,7 +50,7 @@ class Found:
 def trained(config: TrainConfig, **options: Any) -> Found:
     """All of a run's rows; JSON can hold them."""
     found = Found()
-    found.rows += train.run(config, announce=found.said.append, **options)
+    found.rows += run.run(config, announce=found.said.append, **options)
     json.dumps(found.rows, allow_nan=False)
     return found
 

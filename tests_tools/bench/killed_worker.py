@@ -1,4 +1,4 @@
-"""`train_worker`, one of whose ranks is killed before the nth call of a function.
+"""`worker`, one of whose ranks is killed before the nth call of a function.
 
 The environment names them: KILLED="RANK FUNCTION NTH".
 """
@@ -10,10 +10,9 @@ import signal
 import sys
 from typing import Any
 
-from gradwire_tools.bench.train import train_worker
-from gradwire_tools.bench.train.train_state import Turns
+from gradwire_tools.bench.train import state, worker
 
-OWNERS = {"write": Turns, "commit": Turns, "_train": train_worker.Training}
+OWNERS = {"save": state, "commit": state, "_train": worker.Training}
 
 if __name__ == "__main__":
     rank, name, nth = os.environ["KILLED"].split()
@@ -26,4 +25,4 @@ if __name__ == "__main__":
         return function(*arguments)
 
     setattr(owner, name, killed)
-    train_worker.main(sys.argv[1:])
+    worker.main(sys.argv[1:])

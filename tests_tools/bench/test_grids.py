@@ -16,8 +16,8 @@ from test_train_sharded import SHARDED, STEPS, numel, sizes
 
 from gradwire_tools.bench.paper import grids
 from gradwire_tools.bench.quantities import seconds
-from gradwire_tools.bench.sharded import sharded_methods
-from gradwire_tools.bench.sharded.sharded_comms import TorchGather, TorchScatter, kept
+from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.hooks import TorchGather, TorchScatter, kept
 from gradwire_tools.cli import program
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
@@ -50,7 +50,7 @@ def labels(grid: str, weights: str, gradients: str) -> tuple[str, str | None]:
 def test_grids_are_the_thesis() -> None:
     for name, grid in grids.GRIDS.items():
         for (weights, gradients), method in grid.cells.items():
-            found = sharded_methods.parse(method)
+            found = sharded.parse(method)
             found.check()
             if name == "fake":
                 assert found.ratios == (float(weights), float(gradients))
@@ -90,7 +90,7 @@ def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
     for method, row in found.items():
         if method == "fsdp-fp32":
             continue
-        ratios = sharded_methods.parse(method).ratios
+        ratios = sharded.parse(method).ratios
         assert ratios is not None
         weights, gradients = ([kept(part, ratio) for part in (block, root)] for ratio in ratios)
         assert row["weights_wire_bytes"] == STEPS * 4 * (2 * weights[0] + weights[1])
@@ -112,7 +112,7 @@ def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
     groups = tuple(tuple(shape for _, shape in of) for of in sizes())
     curves = Curves("a test", 1, {"Identity()": dict.fromkeys(FORMS, (0.0, 0.0, 0.0))})
     real = fake.summaries["truncate:w=3:g=2.5"]
-    how = sent_by(sharded_methods.parse(real["method"]))
+    how = sent_by(sharded.parse(real["method"]))
     row = predict_sharded(ShardedScenario(2, Net("none"), *how, groups), curves)
     for key in ("weights_wire_bytes", "gradients_wire_bytes"):
         assert STEPS * row[key] == real[key]

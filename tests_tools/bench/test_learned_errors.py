@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gradwire.lang.kernels import decode, encode
-from gradwire_tools.bench.sharded import sharded_methods
-from gradwire_tools.bench.sharded.sharded_run import ShardedRun
 from gradwire_tools.bench.tasks import get
+from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.method_run import MethodRun
 from products import EXHAUSTIVE
 from ranks import as_processes
 from rooms.integrations import SMALLEST
@@ -27,8 +27,8 @@ def error(codec: Any, values: torch.Tensor) -> float:
 def errors(rank: int, bits: int) -> list[tuple[str, str, float]]:
     """(parameter, kind, error with learned levels / with even ones) on this rank's shards."""
     task = get("gpt", layers=1, width=256, heads=4, validation_sequences=17)
-    method = sharded_methods.parse(f"qsdp:w={bits}:g={bits}:learned")
-    run = ShardedRun.start(method, task, 0, 1)
+    method = sharded.parse(f"qsdp:w={bits}:g={bits}:learned")
+    run = MethodRun.start(method, task, 0, 1)
     run.train(4)
     run.backward()
     run.optimizer.step()

@@ -7,7 +7,7 @@ import re
 import pytest
 from report_rows import METHODS, SIMULATED_SHARDED, sharded_rows, train_rows
 
-from gradwire_tools.bench.train.train_view import table
+from gradwire_tools.bench.train.view import table
 from gradwire_tools.report import gain
 from gradwire_tools.report.kinds import check
 from gradwire_tools.report.page import sections

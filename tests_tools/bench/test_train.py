@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from forked import Loopback
 
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import methods, train, train_rows
+from gradwire_tools.bench.train import methods, rows, run
+from gradwire_tools.bench.train.worker import rolling, stalled
 from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.multiprocess
@@ -116,15 +118,55 @@ def test_buffers_and_seeds_and_a_budget() -> None:
         assert row["seeds"] == [0, 1]
 
 
+def test_a_run_stalls_without_a_new_least_average() -> None:
+    assert rolling([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
+    assert rolling([5.0], 3) == [5.0]
+    # A run stalls without a new least average.
+    for averages, expected in (
+        ([3.0, 2.0, 1.0], False),
+        ([3.0, 1.0, 2.0, 1.0], True),
+        ([3.0, 1.0, 2.0, 0.9], False),
+        ([3.0, 2.0], False),
+        ([3.0, math.nan, math.nan], True),
+        ([math.nan, math.nan, 2.0], False),
+    ):
+        assert stalled(averages, 2) is expected, averages
+
+
+def test_patience_ends_each_method_by_itself() -> None:
+    """At so high a rate of learning, losses rise again: those of truncate at another step."""
+    options = {**OPTIONS, "peak_learning_rate": 0.5, "warmup": 2}
+    names = ("torch-fp16-hook", "truncate:ratio=100")
+    config = replace(TINY, task_options=options, methods=names, steps=200, evaluate_every=2)
+    found = trained(replace(config, patience=4, rolling=1))
+    for method in names:
+        losses = [row["rolling_loss"] for row in found.of(method)]
+        assert not stalled(losses[:-1], 4)
+        assert stalled(losses, 4)
+        last = found.of(method)[-1]["step"]
+        assert found.summaries[method]["steps"] == last < 200
+
+
+def test_a_policy_chooses_while_a_method_trains() -> None:
+    adaptive = "qsgd:bits=4:policy=lgreco:every=8:first=4:average=4:share=1.0"
+    names = ("torch-fp16-hook", "qsgd:bits=4", adaptive)
+    config = replace(TINY, methods=names, steps=48, evaluate_every=24)
+    torchs, uniform, chosen = trained(config).summaries.values()
+    assert (torchs["mean_ratio"], torchs["plan_changes"]) == (None, None)
+    assert uniform["plan_changes"] == 0
+    assert chosen["plan_changes"] >= 1
+    assert chosen["mean_ratio"] > 1.01 * uniform["mean_ratio"] > 6
+
+
 def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     """How a run ends whose workers do `body`, with the node's number in `rank`."""
     lines = f"import os, sys, time\nrank = int(os.environ['RANK'])\n{body}\n"
     (folder / "failing_worker.py").write_text(lines)
     monkeypatch.setattr(workers, "lab", lab)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(train_rows, "WORKER", "failing_worker")
+    monkeypatch.setattr(rows, "WORKER", "failing_worker")
     with pytest.raises(workers.WorkerError) as error:
-        list(train.run(TINY, announce=lambda text: None))
+        list(run.run(TINY, announce=lambda text: None))
     return str(error.value)
 
 
@@ -165,9 +207,9 @@ def test_closing_the_iterator_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         leave(self, *given)
 
     monkeypatch.setattr(Loopback, "__exit__", noting)
-    rows = train.run(replace(TINY, steps=10**6), announce=lambda text: None)
-    next(rows)
-    rows.close()  # type: ignore[attr-defined]
+    found = run.run(replace(TINY, steps=10**6), announce=lambda text: None)
+    next(found)
+    found.close()  # type: ignore[attr-defined]
     assert len(started) == 2
     assert not any(rank.is_alive() for rank in started)
 

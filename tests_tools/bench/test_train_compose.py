@@ -10,9 +10,9 @@ import pytest
 from bench_runs import OPTIONS, TINY, trained
 
 from gradwire_tools import lab
-from gradwire_tools.bench.train import train_compose
-from gradwire_tools.bench.train.train_compose import StepTimes, composed_seconds
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train import rows
+from gradwire_tools.bench.train.compose import composed_seconds, step_time
+from gradwire_tools.bench.train.config import TrainConfig
 from products import EXHAUSTIVE
 
 WARM = "dgc:density=0.01:warmup=3:momentum=0"
@@ -35,13 +35,13 @@ def composed(
     sent: list[dict[str, Any]], timed: dict[str, Any], late: dict[str, Any] | None = None
 ) -> list[float]:
     """On a network that stays."""
-    times = {"none": StepTimes.of(timed, late)}
+    times = {"none": step_time(timed, late)}
     return composed_seconds(sent, times, lab.Schedule.parse("none"), steps=10 * len(sent))
 
 
 def test_composed_seconds() -> None:
     text = "fast then slow({}: 0 1gbit,1ms; {} 100mbit,1ms)".replace(" then ", "-")
-    times = {"1gbit,1ms": StepTimes(20, 0.5, 0.0), "100mbit,1ms": StepTimes(20, 2.0, 0.1)}
+    times = {"1gbit,1ms": lambda _: 0.5, "100mbit,1ms": lambda sent: 2.0 + 0.1 * (sent - 20)}
     sent = evaluations(0, 200, 420)  # 20 and 22 bytes a step
     of = {"share": (0.5, [0, 5.0, 27.0]), "step": (15, [0, 5.0, 5 * 0.5 + 5.0 + 5 * 2.2]),
           "second": (3.0, [0, 6 * 0.5 + 4 * 2.0, 11.0 + 22.0])}  # fmt: skip
@@ -72,13 +72,13 @@ def test_composed_seconds() -> None:
 @pytest.mark.multiprocess
 def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[TrainConfig, list[dict[str, Any]]]] = []
-    train_rows = train_compose.train_rows
+    one = rows.rows
 
     def noting(config: TrainConfig, *given: Any) -> Iterator[dict[str, Any]]:
-        runs.append((config, list(train_rows(config, *given))))
+        runs.append((config, list(one(config, *given))))
         return iter(runs[-1][1])
 
-    monkeypatch.setattr(train_compose, "train_rows", noting)
+    monkeypatch.setattr(rows, "rows", noting)
     found = trained(COMPOSED)
     alone = trained(replace(COMPOSED, nets=(), interleaved=True))
     assert found.losses == alone.losses

@@ -1,28 +1,57 @@
-"""Methods' names, the configuration's checks, and `plan`."""
+"""Methods' names, the configuration's checks, and `plan`: nothing starts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import refused
+from bench_runs import refused, refused_by_command
+from torch import nn
 
+from gradwire.errors import ConfigError
 from gradwire_tools import lab
-from gradwire_tools.bench.train import methods, train
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train import methods, sharded
+from gradwire_tools.bench.train.config import TrainConfig, plan
 from gradwire_tools.demo import RATES, fastest
 
 
-def test_methods_are_parsed() -> None:
+def test_names_are_read_into_options() -> None:
     for name in methods.NAMED:
         method = methods.parse(name)
         assert method.name == name
         method.check()
-    # Options are parsed with their types.
     method = methods.parse("gradwire:qsgd:bits=2:error_feedback=true:scale=max:x=0.5")
     assert method.options == {
         "codec": "qsgd", "bits": 2, "error_feedback": True, "scale": "max", "x": 0.5,
     }  # fmt: skip
+    for name in (
+        "topk:density=0.01:policy=accordion:stale=none",
+        "qsgd:policy=accordion:policy.share=0.75:share=0.5:policy.eta=0.2",
+    ):
+        methods.parse(name).check(2, [("a", (64, 64))])
+
+
+# Of FSDP2: a name, the codecs of weights and gradients, and options of `attach`.
+LEARNED, SHIFT = "learnedlevels:rounding=stochastic", "randomshift"
+SHARDED: tuple[tuple[str, str | None, str, dict[str, Any]], ...] = (
+    ("qsdp:w=5:g=4:learned:keep=payload", "learnedlevels:bits=5", f"{LEARNED}:bits=4",
+     {"keep": "payload"}),
+    ("qsdp:w=4diff:g=4", f"{SHIFT}:bits=4", "qsgd:bits=4", {"keep": "reference"}),
+    (f"gradwire:w={SHIFT}:bits=5:block=512:g=qsgd:bits=4", f"{SHIFT}:bits=5:block=512",
+     "qsgd:bits=4", {}),
+    ("qsdp:w=6:block=256:g=4:keep=payload:error_feedback=true", f"{SHIFT}:bits=6:block=256",
+     "qsgd:bits=4", {"keep": "payload", "error_feedback": True}),
+    ("gradwire:g=bf16", None, "bf16", {}),
+)  # fmt: skip
+
+
+def test_sharded_names_are_read_into_codecs_and_options() -> None:
+    for name, *expected in SHARDED:
+        found = sharded.parse(name)
+        assert [found.weights, found.gradients, found.options] == expected
+        assert found.learned == ("learned" in name)
 
 
 WRONG_METHODS = (
@@ -48,45 +77,130 @@ WRONG_METHODS = (
     ("torch-powersgd:rank=1.5", "write torch-powersgd:rank=N, with a whole number"),
     ("torch-powersgd:rank=0", "with a whole number of 1 or more"),
     ("torch-powersgd:rank", "expected OPTION=VALUE"),
+    # On four ranks, with the task's shapes.
+    ("thc:bits=2:code=2:saturate=false", "saturate=false' on 4 ranks: "),
+    ("qsgd:seed=-1", "seed"),
+    ("qsgd:coalesce_bytes=-1", "coalesce_bytes=-1"),
+    ("qsgd:include=weight", "give a list of patterns"),
+    ("powersgd:rank=5000", "rank"),
+    # With a policy.
+    ("qsgd:policy=best", "unknown policy 'best'"),
+    ("terngrad:policy=lgreco", "no choices around"),
+    ("qsgd:policy=lgreco:every=0", "Replan: every=0"),
+    ("qsgd:every=30", "'every'"),
+    ("qsgd:policy=accordion:policy.share=2", "Accordion: share=2"),
+    ("qsgd:policy=lgreco:policy.best=2", "has no option 'best'"),
+    ("qsgd:policy.share=0.5", "'policy.share'"),
+    # That watch the network.
+    ("auto:pause=1", "has no option 'pause': use one of codecs, methods, policy, seconds"),
+    ("auto:trial=-1", "trial=-1"),
+    ("flexible:density=0.1", "has no option 'density': use one of steps, seconds, gain"),
+    ("flexible:gain=0", "gain=0"),
+    ("flexible:steps=1.5", "steps=1.5"),
+    ("flexible:steps=0", "steps=0"),
+    ("flexible:seconds=0", "seconds=0"),
+    # Of FSDP2.
+    ("fsdp-fp32", "trains under FSDP2: give --sharded, too"),
+    ("qsdp:w=8:g=8", "trains under FSDP2: give --sharded, too"),
+    ("truncate:w=2:g=2", "trains under FSDP2: give --sharded, too"),
+)
+WRONG_SHARDED_METHODS = (
+    ("torch-fp32", "averages DDP's gradients: leave --sharded out, or use fsdp-fp32"),
+    ("gradwire:qsgd:bits=4", "averages DDP's gradients"),
+    ("truncate:ratio=4", "averages DDP's gradients"),
+    ("fsdp", "unknown method 'fsdp'"),
+    ("fsdp-fp8", "unknown method 'fsdp-fp8' with --sharded: did you mean 'fsdp-fp32'"),
+    ("qsdp", "write qsdp:w=BITS:g=BITS"),
+    ("qsdp:w=8", "write qsdp:w=BITS:g=BITS"),
+    ("qsdp:w=eight:g=8", "w=eight is no number of bits"),
+    ("qsdp:w=8:g=4diff", "g=4diff is no number of bits"),
+    ("qsdp:w=4diff:g=4:keep=none", "differences of weights need keep=reference"),
+    ("gradwire:w=bf16:g=bf16:learned", "learned is for a codec with levels"),
+    ("qsdp:w=99:g=4", "method 'qsdp:w=99:g=4': weights='randomshift:bits=99'"),
+    ("qsdp:w=8:g=4:keep=all", "keep is one of none, payload, redraw"),
+    ("qsdp:w=8:w=8:g=4", "'w' is given twice"),
+    ("qsdp:bits=8:w=8:g=4", "comes before w= and g="),
+    ("gradwire:w=topk:g=bf16", "weights must all arrive"),
+    ("gradwire:w=bf16:g=powersgd", "through a single codec"),
+    ("gradwire:g=bf16:keep=payload", "give w=CODEC, too"),
+    ("truncate:w=2", "write truncate:w=RATIO:g=RATIO"),
+    ("truncate:w=0.5:g=2", "write truncate:w=RATIO:g=RATIO, with numbers of 1 or more"),
+    ("truncate:w=2:g=many", "write truncate:w=RATIO:g=RATIO"),
+    ("truncate:w=2:g=2:keep=payload", "write truncate:w=RATIO:g=RATIO"),
 )
 WRONG_FIELDS: tuple[tuple[dict[str, Any], str], ...] = (
+    *(({"methods": (text,)}, told) for text, told in WRONG_METHODS),
+    *(({"methods": (text,), "sharded": True}, told) for text, told in WRONG_SHARDED_METHODS),
     ({"task": "speech"}, "unknown task"),
     ({"task_options": {"depth": 1}}, "no option 'depth'"),
     ({"methods": ()}, "no methods"),
     ({"methods": ("thc", "torch-fp32", "thc")}, "methods contain duplicates: thc$"),
     ({"seeds": ()}, "no seeds"),
     ({"seeds": (1, 1)}, "seeds contain duplicates"),
+    ({"seeds": (1, 2**63)}, f"seed {2**63}: seeds are below 2\\^63"),
+    ({"seeds": (0, -1)}, "seed -1: seeds are 0 or more"),
     ({"nets": ("1gbit,1ms", "1000mbit,1ms")}, "nets contain duplicates: 1gbit,1ms$"),
+    ({"nets": ("1gbit,1hour",)}, "1hour"),
+    ({"nets": ("1gbit,1ms",), "net": "c1"}, "leave the schedule out"),
+    ({"nets": ("c1-small",), "net": "none", "methods": ("auto",)}, "train it as a whole"),
     ({"target_at": 0.04}, r"target_at is 0.04: with 200 steps .*; give 0.05 or more"),
     ({"target_at": 0.01, "steps": 900}, "give 0.0112 or more"),
     ({"target_at": 0.5, "steps": 5}, "give 1 or more"),
     ({"target_at": 0.1, "patience": 2}, "with 20 steps .*; give 0.5 or more"),
     ({"target_at": 0.4, "budget_seconds": 9.0}, "with 20 steps .*; give 0.5 or more"),
-    ({"seeds": (1, 2**63)}, f"seed {2**63}: seeds are below 2\\^63"),
-    ({"methods": ("thc:bits=2:code=2:saturate=false",)}, "saturate=false' on 4 ranks: "),
-    ({"methods": ("qsgd:seed=-1",)}, "seed"),
-    ({"methods": ("qsgd:coalesce_bytes=-1",)}, "coalesce_bytes=-1"),
-    ({"methods": ("qsgd:include=weight",)}, "give a list of patterns"),
-    ({"methods": ("powersgd:rank=5000",)}, "rank"),
+    ({"target_at": 1.5}, "target_at is 1.5"),
+    ({"target_at": 0.6, "target": 2.0}, "exclude each other"),
     ({"nodes": 0}, "nodes is 0, must be at least 1"),
     ({"steps": -1}, "steps is -1"),
     ({"evaluate_every": 0}, "evaluate_every is 0"),
     ({"budget_seconds": 9.0, "evaluate_every": 50}, "must not exceed the task's warm-up"),
-    ({"target_at": 1.5}, "target_at is 1.5"),
-    ({"target_at": 0.6, "target": 2.0}, "exclude each other"),
     ({"patience": 0}, "patience is 0, must be at least 1"),
     ({"validate": True}, "give nets to compose"),
-    ({"nets": ("1gbit,1hour",)}, "1hour"),
+)
+WRONG_OPTIONS = (
+    (["--methods", "fsdp-fp32"], "trains under FSDP2: give --sharded, too"),
+    (["--accumulate", "2"], "micro-batches need --sharded"),
+    (["--sharded", "--accumulate", "0"], "accumulate is 0, must be at least 1"),
+    (
+        ["--sharded", "--task", "image", "--task-option", "channels_last=true"],
+        "FSDP2 shards contiguous parameters",
+    ),
 )
 
 
 def test_wrong_fields_are_refused_before_anything_starts() -> None:
-    methods = [({"methods": (text,)}, told) for text, told in WRONG_METHODS]
-    refused(lambda fields: TrainConfig(**fields).check(), [*methods, *WRONG_FIELDS])
+    refused(lambda fields: TrainConfig(**fields).check(), WRONG_FIELDS)
     for fields in (
         {"target_at": 0.05}, {"target_at": 1.0, "steps": 5}, {"target_at": 0.0112, "steps": 900},
+        {"nets": ("c1-small",), "net": "none"},
     ):  # fmt: skip
         TrainConfig(methods=("torch-fp32",), **fields).check()  # the least share
+    refused_by_command(["bench", "train", "--net", "none"], WRONG_OPTIONS)
+    with pytest.raises(ConfigError, match="a policy is for `bench train`"):
+        methods.parse("qsgd:policy=lgreco").how()
+    untouched: Any = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="use `bench train`"):
+        methods.parse("flexible").apply(untouched)
+
+
+def test_what_nothing_compiles_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attach` would send bf16, in rows that name a codec."""
+    monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
+    monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
+    for name in ("gradwire:qsgd", "gradwire:topk:error_feedback=true"):
+        with pytest.raises(ConfigError, match="no compiled kernels to measure: GRADWIRE_CC="):
+            methods.parse(name).check()
+    for name in ("gradwire:bf16", "gradwire:powersgd", "gradwire:qsgd:target=eager"):
+        methods.parse(name).check()
+
+
+def test_a_method_that_watches_trains_alone() -> None:
+    names = ("torch-fp32", "auto", "torch-fp16-hook", "flexible")
+    config = TrainConfig(methods=names, seeds=(0, 3))
+    parts = [("torch-fp32", "torch-fp16-hook"), ("auto",), ("flexible",)]
+    assert config.groups() == [(seed, part) for seed in (0, 3) for part in parts]
+    alone = replace(config, interleaved=False, seeds=(1,))
+    assert alone.groups() == [(1, (name,)) for name in names]
 
 
 def test_the_default_network_without_a_lab_is_announced(
@@ -94,24 +208,35 @@ def test_the_default_network_without_a_lab_is_announced(
 ) -> None:
     monkeypatch.setattr(lab, "available", lambda: "no right to make namespaces")
     said: list[str] = []
-    assert train.plan(quick=True, announce=said.append).net == "none"
+    assert plan(quick=True, announce=said.append).net == "none"
     assert "no right to make namespaces" in said[0]
     monkeypatch.setattr(lab, "available", lambda: None)
     said.clear()
-    assert train.plan(announce=said.append).net == "1gbit,1ms"
-    assert train.plan(net="none", announce=said.append).net == "none"
+    assert plan(announce=said.append).net == "1gbit,1ms"
+    assert plan(quick=True, announce=said.append).net == "100mbit,1ms"
+    assert plan(net="none", announce=said.append).net == "none"
     assert not said
 
 
-def test_a_plan_holds_what_is_given() -> None:
-    assert train.plan(nets=(" 1000MBIT,1000us",)).nets == ("1gbit,1ms",)
+def test_a_plan_holds_what_is_given(tmp_path: Path) -> None:
+    assert plan(nets=(" 1000MBIT,1000us",)).nets == ("1gbit,1ms",)
     # Arguments override quick.
-    config = train.plan(
+    config = plan(
         quick=True, net="none", nodes=3, steps=7, methods=("torch-fp32",), task_options={"width": 8}
     )
     assert (config.nodes, config.steps, config.methods) == (3, 7, ("torch-fp32",))
     assert config.task_options["width"] == 8
     assert config.budget_seconds is None
+    # A quick run under FSDP2 compares with both baselines.
+    quickly = plan(sharded=True, quick=True, net="none")
+    assert quickly.methods == sharded.COMPARED_QUICKLY
+    assert plan(sharded=True, net="none").methods == sharded.COMPARED
+    # What a file says, not where it is.
+    file = tmp_path / "dip.yaml"
+    file.write_text("by: step\nphases:\n  - {from: 0, net: '400mbit,1ms'}\n")
+    assert plan(net=str(file)).net == "400mbit,1ms"
+    file.write_text(file.read_text() + "  - {from: 4, net: '4mbit,1ms'}\n")
+    assert plan(net=str(file)).net == "dip(step: 0 400mbit,1ms; 4 4mbit,1ms)"
 
 
 def test_the_demo_takes_the_fastest_network_that_shows_communication() -> None:

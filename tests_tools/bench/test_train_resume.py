@@ -15,8 +15,8 @@ from bench_runs import TINY, trained, without_times
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import train_rows, train_state
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train import rows, state
+from gradwire_tools.bench.train.config import TrainConfig
 from products import EXHAUSTIVE
 
 DDP = replace(
@@ -37,7 +37,7 @@ SHARDED = replace(
     ("config", "kills"),
     [
         # The second turn is written by two ranks of three, or written and not whole.
-        pytest.param(DDP, ["1 write 2"], id="DDP"),
+        pytest.param(DDP, ["1 save 2"], id="DDP"),
         pytest.param(SHARDED, ["0 commit 2"], id="sharded", marks=EXHAUSTIVE),
         *(
             pytest.param(config, ["0 commit 2", "1 _train 4"], id=name, marks=EXHAUSTIVE)
@@ -45,7 +45,7 @@ SHARDED = replace(
         ),
         *(
             pytest.param(
-                replace(config, interleaved=False), ["0 _train 5", "0 commit 1", "1 write 1"],
+                replace(config, interleaved=False), ["0 _train 5", "0 commit 1", "1 save 1"],
                 id=name, marks=EXHAUSTIVE,
             )
             for name, config in (("DDP in turn", DDP), ("sharded in turn", SHARDED))
@@ -60,11 +60,11 @@ def test_a_killed_run_ends_with_the_same_rows(
     for turn, kill in enumerate(kills):
         with monkeypatch.context() as patched:
             patched.setenv("KILLED", kill)
-            patched.setattr(train_rows, "WORKER", "killed_worker")
+            patched.setattr(rows, "WORKER", "killed_worker")
             with pytest.raises(workers.WorkerError, match=f"rank {kill[0]} -9"):
-                trained(config, state=folder, resume=turn > 0)
-        assert train_state.latest(folder / "train") is not None
-    found = trained(config, state=folder, resume=True)
+                trained(config, folder=folder, resume=turn > 0)
+        assert state.load(folder / "train", 0) is not None
+    found = trained(config, folder=folder, resume=True)
     assert without_times(found.rows) == without_times(expected.rows)
     assert any("Continuing the run in" in line for line in found.said)
     assert not folder.exists()
@@ -73,13 +73,12 @@ def test_a_killed_run_ends_with_the_same_rows(
 RUN = """
 import json, os, signal, sys
 from pathlib import Path
-from gradwire_tools.bench.train import train
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train.config import TrainConfig
+from gradwire_tools.bench.train.run import run
 folder, kill_at, rows = Path(sys.argv[2]), int(sys.argv[3]), []
 given = json.loads(sys.argv[1])
 config = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
-run = train.run(config, announce=print, state=folder, resume=True)
-for row in run:
+for row in run(config, announce=print, folder=folder, resume=True):
     rows.append(row)
     if len(rows) == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,22 +100,23 @@ def test_a_killed_command_ends_with_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_another_configuration_is_not_continued(tmp_path: Path) -> None:
-    with train_state.lease(tmp_path):
-        assert not train_state.prepare(tmp_path, {"steps": 3, "seeds": (0, 1)}, True)
-        assert train_state.prepare(tmp_path, {"steps": 3, "seeds": (0, 1)}, True)
+    config = {"steps": 3, "seeds": (0, 1), "nodes": 2}
+    with state.lease(tmp_path):
+        assert not state.prepare(tmp_path, config, True)
+        assert state.prepare(tmp_path, config, True)
         with pytest.raises(ConfigError, match="has steps 3, not 4: give its own options"):
-            train_state.prepare(tmp_path, {"steps": 4, "seeds": (0, 1)}, True)
+            state.prepare(tmp_path, config | {"steps": 4}, True)
 
 
 def saved(folder: Path) -> dict[str, Any]:
     """Make the state of a run of two ranks that was killed after its first turn."""
     config = {"steps": 3, "nodes": 2}
-    train_state.prepare(folder, config, False)
-    ranks = [train_state.Turns(folder / "train", rank) for rank in range(2)]
-    for turns in ranks:
-        turns.write({"position": {}, "steps": 3, "runs": {}}, [{"event": "setup"}])
-    ranks[0].commit(ended=False)
-    assert train_state.prepare(folder, config, True)
+    state.prepare(folder, config, False)
+    turn = {"position": {}, "steps": 3, "runs": {}, "events": [], "ended": False}
+    for rank in range(2):
+        state.save(folder / "train", rank, turn)
+    state.commit(folder / "train")
+    assert state.prepare(folder, config, True)
     return config
 
 
@@ -125,40 +125,40 @@ TOLD = r"leave --resume out to start again|give its own options, or another --js
 
 
 def test_a_damaged_state_is_told_in_one_line(tmp_path: Path) -> None:
-    names = ("config.json", "train/latest.json", "train/1/events.json", "train/1/rank1.pt")
+    names = ("config.json", "train/1/rank0.pt", "train/1/rank1.pt")
     for name in names:
         for content in CONTENTS:
-            if content is None and name in names[:2]:
-                continue  # without it there is no run, or no turn
+            if content is None and name == "config.json":
+                continue  # without it there is no run
             config = saved(tmp_path)
             file = tmp_path / name
             file.unlink() if content is None else file.write_bytes(content)
             with pytest.raises(ConfigError, match=TOLD) as error:
-                train_state.prepare(tmp_path, config, True)
+                state.prepare(tmp_path, config, True)
             assert "\n" not in str(error.value)
-            assert not train_state.prepare(tmp_path, config, False)
+            assert not state.prepare(tmp_path, config, False)
             assert [one.name for one in tmp_path.iterdir()] == ["config.json"], (name, content)
     # A truncated rank is told.
     config = saved(tmp_path)
     file = tmp_path / "train" / "1" / "rank0.pt"
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"rank0.pt is damaged \(RuntimeError\)"):
-        train_state.prepare(tmp_path, config, True)
+        state.prepare(tmp_path, config, True)
 
 
 def test_what_is_no_state_is_not_deleted(tmp_path: Path) -> None:
     file, folder = tmp_path / "rows.jsonl.state", tmp_path / "thesis"
     file.write_text("mine")
-    with pytest.raises(ConfigError, match=r"file exists.*: move it away"), train_state.lease(file):
+    with pytest.raises(ConfigError, match=r"file exists.*: move it away"), state.lease(file):
         pass
     folder.mkdir()
     (folder / "chapter").write_text("mine")
     for resume in (False, True):
         with (
-            train_state.lease(folder),
+            state.lease(folder),
             pytest.raises(ConfigError, match=r"is not a state of bench train .*: move it away"),
         ):
-            train_state.prepare(folder, {"steps": 3}, resume)
+            state.prepare(folder, {"steps": 3}, resume)
     assert file.read_text() == (folder / "chapter").read_text() == "mine"
 
 
@@ -169,37 +169,39 @@ def test_a_killed_deletion_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     def killed(folder: Path) -> None:
         assert not (folder / "config.json").exists()
 
-    with monkeypatch.context() as patched, train_state.lease(tmp_path):
-        patched.setattr(train_state.shutil, "rmtree", killed)
-        train_state.remove(tmp_path)
-    with train_state.lease(tmp_path):
-        assert not train_state.prepare(tmp_path, config, True)
+    with monkeypatch.context() as patched, state.lease(tmp_path):
+        patched.setattr(state.shutil, "rmtree", killed)
+        state.remove(tmp_path)
+    with state.lease(tmp_path):
+        assert not state.prepare(tmp_path, config, True)
         assert not (tmp_path / "train").exists()
-        train_state.remove(tmp_path)
+        state.remove(tmp_path)
     assert not tmp_path.exists()
 
 
 def test_two_runs_do_not_share_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a run share it with the dying ranks of another."""
-    monkeypatch.setattr(train_state, "_DYING_SECONDS", 0.1)
+    monkeypatch.setattr(state, "_DYING_SECONDS", 0.1)
     for other, told in (
-        (train_state.lease(tmp_path), "another run uses this state"),
-        (train_state.used_by_rank(tmp_path / "train"), "ranks of an earlier run"),
+        (state.lease(tmp_path), "another run uses this state"),
+        (state.used_by_rank(tmp_path / "train"), "ranks of an earlier run"),
     ):
-        with other, pytest.raises(ConfigError, match=told), train_state.lease(tmp_path):
+        with other, pytest.raises(ConfigError, match=told), state.lease(tmp_path):
             pass
-    with train_state.lease(tmp_path):
+    with state.lease(tmp_path):
         pass
 
 
 def test_a_turn_that_is_not_whole_does_not_count(tmp_path: Path) -> None:
-    turns = train_state.Turns(tmp_path, 0)
-    turns.write({"n": 1}, [{"event": "one"}])
-    assert train_state.Turns(tmp_path, 0).load(0) is None
-    turns.commit(ended=False)
-    turns.write({"n": 2}, [{"event": "one"}, {"event": "two"}])
-    assert train_state.Turns(tmp_path, 0).load(0) == {"n": 1}
-    assert train_state.saved_events(tmp_path) == [{"event": "one"}]
-    turns.commit(ended=True)
-    assert train_state.Turns(tmp_path, 0).load(0) == {"n": 2}
-    assert not (tmp_path / "1").exists()
+    def turn(number: int) -> dict[str, Any]:
+        more: dict[str, Any] = {"runs": {}, "events": [{"event": "row"}] * number, "ended": False}
+        return {"position": {"group": 0, "turn": number}, "steps": 3, **more}
+
+    state.save(tmp_path, 0, turn(1))
+    assert state.load(tmp_path, 0) is None
+    state.commit(tmp_path)
+    state.save(tmp_path, 0, turn(2))
+    assert state.load(tmp_path, 0) == turn(1)
+    state.commit(tmp_path)
+    assert state.load(tmp_path, 0) == turn(2)
+    assert [one.name for one in tmp_path.iterdir()] == ["2"]

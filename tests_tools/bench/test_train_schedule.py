@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_runs import TINY, refused, trained
+from bench_runs import TINY, trained
 from forked import Loopback
 
 from gradwire.errors import GradwireError
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import scheduled, train
+from gradwire_tools.bench.train import scheduled
 from gradwire_tools.bench.train.scheduled import Follower
 from gradwire_tools.bench.workers import Events
 
@@ -118,7 +118,7 @@ def test_methods_start_on_the_first_network(monkeypatch: pytest.MonkeyPatch) -> 
 
     def noted(*given: Any, **options: Any) -> Iterator[dict[str, Any]]:
         for event in events(*given, **options):
-            if event["event"] == "evaluation" and not event["step"]:
+            if event["event"] == "row" and not event["row"]["step"]:
                 begun.append(list(nets))
             yield event
 
@@ -141,16 +141,3 @@ def test_steps_are_as_slow_as_their_network() -> None:
         assert min(spent[2:4]) >= 0.8 * wire
         # The first steps connect. After the dip, connections take some steps to be fast again.
         assert max(spent[1], spent[5]) < wire / 3
-
-
-def test_a_plan_holds_what_a_file_says(tmp_path: Path) -> None:
-    composed = {"nets": ("1gbit,1ms",), "interleaved": False}
-    refused(
-        lambda fields: replace(SCHEDULED, **fields).check(), [(composed, "leave the schedule out")]
-    )
-    # A plan holds what a file says.
-    file = tmp_path / "dip.yaml"
-    file.write_text("by: step\nphases:\n  - {from: 0, net: '400mbit,1ms'}\n")
-    assert train.plan(net=str(file)).net == FAST
-    file.write_text(file.read_text() + "  - {from: 4, net: '4mbit,1ms'}\n")
-    assert train.plan(net=str(file)).net == f"dip(step: 0 {FAST}; 4 {SLOW})"

@@ -1,20 +1,18 @@
-"""`bench train --sharded`: methods' names, and rows and bytes on real processes."""
+"""`bench train --sharded`: rows and bytes on real processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import replace
 
 import pytest
-from bench_runs import OPTIONS, TINY, Found, refused_by_command, trained
+from bench_runs import OPTIONS, TINY, Found, trained
 
-from gradwire.errors import ConfigError
 from gradwire.lang import layout
 from gradwire.planner.weights import WeightRules
-from gradwire_tools.bench.sharded import sharded_methods
-from gradwire_tools.bench.sharded.sharded_run import layers
 from gradwire_tools.bench.tasks import get
-from gradwire_tools.bench.train import train
+from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.sharded import layers
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.kernel_costs import FORMS
@@ -32,48 +30,6 @@ SHARDED = replace(
     steps=2, evaluate_every=1, sharded=True,
 )  # fmt: skip
 RANKS, STEPS = SHARDED.nodes, SHARDED.steps
-
-
-WRONG_METHODS = (
-    ("torch-fp32", "averages DDP's gradients: leave --sharded out, or use fsdp-fp32"),
-    ("gradwire:qsgd:bits=4", "averages DDP's gradients"),
-    ("fsdp-fp8", "unknown method 'fsdp-fp8' with --sharded: did you mean 'fsdp-fp32'"),
-    ("qsdp", "write qsdp:w=BITS:g=BITS"),
-    ("qsdp:w=8", "write qsdp:w=BITS:g=BITS"),
-    ("qsdp:w=eight:g=8", "w=eight is no number of bits"),
-    ("qsdp:w=8:g=4diff", "g=4diff is no number of bits"),
-    ("qsdp:w=4diff:g=4:keep=none", "differences of weights need keep=reference"),
-    ("gradwire:w=bf16:g=bf16:learned", "learned is for a codec with levels"),
-    ("qsdp:w=99:g=4", "method 'qsdp:w=99:g=4': weights='randomshift:bits=99'"),
-    ("qsdp:w=8:g=4:keep=all", "keep is one of none, payload, redraw"),
-    ("qsdp:w=8:w=8:g=4", "'w' is given twice"),
-    ("qsdp:bits=8:w=8:g=4", "comes before w= and g="),
-    ("gradwire:w=topk:g=bf16", "weights must all arrive"),
-    ("gradwire:w=bf16:g=powersgd", "through a single codec"),
-    ("gradwire:g=bf16:keep=payload", "give w=CODEC, too"),
-    ("truncate:w=2", "write truncate:w=RATIO:g=RATIO"),
-    ("truncate:w=0.5:g=2", "write truncate:w=RATIO:g=RATIO, with numbers of 1 or more"),
-    ("truncate:w=2:g=many", "write truncate:w=RATIO:g=RATIO"),
-    ("truncate:w=2:g=2:keep=payload", "write truncate:w=RATIO:g=RATIO"),
-    ("truncate:ratio=4", "averages DDP's gradients"),
-)
-WRONG_OPTIONS = (
-    (["--methods", "fsdp-fp32"], "trains under FSDP2: give --sharded, too"),
-    (["--methods", "qsdp:w=8:g=8"], "trains under FSDP2: give --sharded, too"),
-    (["--methods", "truncate:w=2:g=2"], "trains under FSDP2: give --sharded, too"),
-    (["--accumulate", "2"], "micro-batches need --sharded"),
-    (["--sharded", "--accumulate", "0"], "accumulate is 0, must be at least 1"),
-    (
-        ["--sharded", "--task", "image", "--task-option", "channels_last=true"],
-        "FSDP2 shards contiguous parameters",
-    ),
-)
-
-
-def test_wrong_input_is_refused_in_one_line() -> None:
-    methods = [(["--sharded", "--methods", name], told) for name, told in WRONG_METHODS]
-    command = ["bench", "train", "--net", "none"]
-    refused_by_command(command, [*methods, *WRONG_OPTIONS])
 
 
 def test_blocks_and_large_layers_are_sharded_by_themselves() -> None:
@@ -102,27 +58,20 @@ def sizes() -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[in
     return block, [one for one in shapes if one not in block]
 
 
-def numel(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
 def payload_bytes(weights: str | None, of: list[tuple[str, tuple[int, ...]]]) -> int:
     """Of one rank's shards, of which each has half of the rows."""
     rules = WeightRules.of(weights, "none")
     total = 0
     for name, shape in of:
-        codec = rules.choose((name,), len(shape), numel(shape))
-        half = numel(shape) // RANKS
+        codec = rules.choose((name,), len(shape), math.prod(shape))
+        half = math.prod(shape) // RANKS
         total += 4 * half if codec is None else layout(codec).nbytes(half)
     return total
 
 
 @pytest.mark.multiprocess
 def test_bytes_are_those_of_formula_payloads_and_simulation(tiny: Found) -> None:
-    block, root = (sum(numel(shape) for _, shape in of) for of in sizes())
+    block, root = (sum(math.prod(shape) for _, shape in of) for of in sizes())
     weights = STEPS * 4 * (2 * block + root) // RANKS
     gradients = STEPS * 4 * (block + root) // RANKS
     expected = {
@@ -154,7 +103,7 @@ def test_bytes_are_those_of_formula_payloads_and_simulation(tiny: Found) -> None
     groups = tuple(tuple(shape for _, shape in of) for of in sizes())
     curve = dict.fromkeys(FORMS, (0.0, 0.0, 0.0))
     for method in ("fsdp-fp32", "fsdp-mixed", "gradwire:w=bf16:g=bf16", "qsdp:w=8:g=8"):
-        weights, gradients = sent_by(sharded_methods.parse(method))
+        weights, gradients = sent_by(sharded.parse(method))
         scenario = ShardedScenario(RANKS, Net("none"), weights, gradients, groups)
         known = {str(codec): curve for codec in codecs_of(groups, weights, gradients)}
         row = predict_sharded(scenario, Curves("a test", 1, known))
@@ -168,7 +117,7 @@ def test_rows_have_the_keys_of_sharded_runs(tiny: Found) -> None:
     assert len(tiny.evaluations) == 3 * len(SHARDED.methods)
     for row in tiny.rows:
         assert row["sharded"] is True
-        assert (row["policy"], row["accumulate"]) == (sharded_methods.POLICY, 1)
+        assert (row["policy"], row["accumulate"]) == (sharded.POLICY, 1)
         assert row["wire_bytes"] == row["weights_wire_bytes"] + row["gradients_wire_bytes"]
     full = tiny.summaries["fsdp-fp32"]["final_loss"]
     assert full < tiny.evaluations[0]["loss"]
@@ -222,25 +171,3 @@ def test_networks_with_buffers_on_three_ranks() -> None:
     found = trained(replace(config, methods=("fsdp-fp32", "qsdp:w=8:g=8")))
     full, ours = (row["final_loss"] for row in found.summaries.values())
     assert ours == pytest.approx(full, rel=0.05)
-
-
-def test_names_are_read_into_codecs_and_options() -> None:
-    found = sharded_methods.parse("qsdp:w=5:g=4:learned:keep=payload")
-    assert (found.weights, found.options) == ("learnedlevels:bits=5", {"keep": "payload"})
-    assert (found.gradients, found.learned) == ("learnedlevels:rounding=stochastic:bits=4", True)
-    found = sharded_methods.parse("qsdp:w=4diff:g=4")
-    assert (found.weights, found.options) == ("randomshift:bits=4", {"keep": "reference"})
-    found = sharded_methods.parse("gradwire:w=randomshift:bits=5:block=512:g=qsgd:bits=4")
-    assert (found.weights, found.gradients) == ("randomshift:bits=5:block=512", "qsgd:bits=4")
-    found = sharded_methods.parse("qsdp:w=6:block=256:g=4:keep=payload:error_feedback=true")
-    assert (found.weights, found.gradients) == ("randomshift:bits=6:block=256", "qsgd:bits=4")
-    assert found.options == {"keep": "payload", "error_feedback": True}
-    assert sharded_methods.parse("gradwire:g=bf16").weights is None
-    for name in sharded_methods.COMPARED:
-        sharded_methods.parse(name).check()
-    # The quick run compares with both baselines.
-    config = train.plan(sharded=True, quick=True, net="none")
-    assert config.methods == sharded_methods.COMPARED_QUICKLY
-    assert train.plan(sharded=True, net="none").methods == sharded_methods.COMPARED
-    with pytest.raises(ConfigError, match="unknown method 'fsdp'"):
-        replace(config, methods=("fsdp",)).check()

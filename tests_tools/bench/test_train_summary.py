@@ -6,30 +6,34 @@ from typing import Any
 
 import pytest
 
-from gradwire_tools.bench.train.train_config import TrainConfig
-from gradwire_tools.bench.train.train_summary import Summary
+from gradwire_tools.bench.train.config import TrainConfig
+from gradwire_tools.bench.train.rows import summaries
 
 
 def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) -> list[Any]:
-    """Summary rows of runs whose losses, at steps 0, 10, ..., are given; a step takes 1 s."""
+    """Summary rows of runs whose losses, at steps 0, 10, ..., are given; a step takes 1 s,
+    with seed 1 a tenth more."""
     names = tuple(dict.fromkeys(method for method, _ in losses))
     seeds = tuple(dict.fromkeys(seed for _, seed in losses))
-    made = Summary(TrainConfig(methods=names, seeds=seeds, **fields))
+    evaluations: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
     for (method, seed), values in losses.items():
         for turn, loss in enumerate(values):
             known = dict.fromkeys(("metric", "loss", "rolling_metric", "rolling_loss"), loss)
-            made.evaluations.append({
-                "method": method, "seed": seed, "step": 10 * turn, "seconds": 10.0 * turn + seed,
+            evaluations.append({
+                "method": method, "seed": seed, "step": 10 * turn, "seconds": (10.0 + seed) * turn,
                 **known, "wire_bytes": 100 * turn, "link_bytes": None, "peak_extra_bytes": None,
+                "metric_name": "accuracy", "timing_only": method.startswith("truncate"),
             })  # fmt: skip
-        made.finished.append({
+        ends.append({
             "method": method, "seed": seed, "step_seconds": 1.0 + seed,
             "step_seconds_quartiles": [0.9 + seed, 1.1 + seed], "step_seconds_mean": 1.25 + seed,
             "timed_steps": 10, "timed_bytes": 10.0, "ideal_step_seconds": 0.5,
             "kernel_seconds": 0.25 + seed, "exposed_seconds": None, "mean_ratio": 4.0 + seed,
-            "plan_changes": 2 * seed, "peak_extra_bytes": None,
+            "plan_changes": 2 * seed,
         })  # fmt: skip
-    return list(made.rows())
+    config = TrainConfig(methods=names, seeds=seeds, **fields)
+    return list(summaries(config, evaluations, ends))
 
 
 def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
@@ -46,23 +50,6 @@ def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
     assert (row["target"], row["target_from"], row["time_to_target"]) == (4.0, "given", 10.0)
 
 
-def test_the_longest_time_between_evaluations_is_that_of_all_seeds() -> None:
-    made = Summary(TrainConfig(methods=("torch-fp32",), seeds=(0, 1)))
-    made.finished, common = (
-        [],
-        dict.fromkeys(
-            ("metric", "loss", "rolling_metric", "rolling_loss", "link_bytes", "peak_extra_bytes")
-        ),
-    )
-    for seed, times in ((0, (0.0, 4.0, 5.0)), (1, (0.0, 1.0, 7.5))):
-        made.evaluations += [
-            {"method": "torch-fp32", "seed": seed, "step": 10 * turn, "seconds": seconds,
-             "wire_bytes": 0, **common}
-            for turn, seconds in enumerate(times)
-        ]  # fmt: skip
-    assert [row["evaluation_gap_seconds"] for row in made.rows()] == [6.5]
-
-
 def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     rows = summary(
         {
@@ -74,6 +61,7 @@ def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     )
     assert rows[0]["time_to_target"] == 10.5
     assert rows[0]["step_seconds"] == 1.5
+    assert rows[0]["evaluation_gap_seconds"] == 11.0  # the longest of all seeds
     assert rows[0]["step_seconds_quartiles"] == [0.9, 2.1]
     assert (rows[0]["kernel_seconds"], rows[0]["exposed_seconds"]) == (0.75, None)
     assert (rows[0]["mean_ratio"], rows[0]["plan_changes"]) == (4.5, 1)

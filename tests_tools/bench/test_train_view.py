@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradwire_tools.bench.train import train, train_view
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train import run, view
+from gradwire_tools.bench.train.config import TrainConfig
 
 
 def rows() -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(
+    def made_up(
         config: TrainConfig, progress: Any, announce: Any, state: Any, resume: bool
     ) -> Iterator[dict[str, Any]]:
         announce("two nodes")
@@ -33,12 +33,12 @@ def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
         progress({**at, "seconds": 0.7})
         yield from rows()
 
-    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(run, "run", made_up)
     config = TrainConfig(methods=("torch-fp32",), steps=10)
     for terminal in (False, True):
         screen = io.StringIO()
         console = Console(file=screen, width=120, force_terminal=terminal)
-        assert list(train_view.watch(config, console)) == rows()
+        assert list(view.watch(config, console)) == rows()
         assert "two nodes" in screen.getvalue()
         assert "3.142" in screen.getvalue()
         assert ("step   10" in screen.getvalue()) == (not terminal)
@@ -49,7 +49,7 @@ def test_the_table_has_what_matters() -> None:
     summary = rows()[1]
     faster = {**summary, "method": "torch-fp16-hook", "step_seconds": 0.1, "time_to_target": 1.0}
     ours = {**summary, "method": "gradwire-qsgd4", "step_seconds": 0.04, "final_loss": 3.173}
-    made = train_view.table([summary, faster, ours])
+    made = view.table([summary, faster, ours])
     Console(file=screen, width=80).print(made)
     text = screen.getvalue()
     for expected in ("150 ms", "0.40×", "+1.00 %", "not met", "target loss 3.170", "loopback"):

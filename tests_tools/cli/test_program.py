@@ -17,7 +17,7 @@ import pytest
 
 from command_line import run
 from gradwire import __version__
-from gradwire_tools.bench.train import train
+from gradwire_tools.bench.train import run as training
 from gradwire_tools.bench.workers import WorkerError
 from gradwire_tools.cli import output as output_module
 from gradwire_tools.cli import program
@@ -51,7 +51,7 @@ def test_completion_names_the_program_and_knows_the_commands(
 
 def test_how_work_ends_is_the_exit_code_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(work: Any) -> tuple[int, str]:
-        monkeypatch.setattr(train, "run", lambda *_, **__: work())
+        monkeypatch.setattr(training, "run", lambda *_, **__: work())
         ran = run("bench", "train", "--quick", "--net", "none")
         return ran.code, ran.err.splitlines()[-1]
 

@@ -17,7 +17,7 @@ from gradwire import Options, codecs
 from gradwire.engine import HEADER_BYTES
 from gradwire.lang import layout
 from gradwire.partition import Spec
-from gradwire_tools.bench.sharded import sharded_methods
+from gradwire_tools.bench.train import sharded
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net, models
 from gradwire_tools.sim.models import Shapes
@@ -44,7 +44,7 @@ def curves_of(one: ShardedScenario, free: bool = True) -> Curves:
 def row_of(
     method: str, ranks: int = 4, net: Net = GBIT, free: bool = True, **given: Any
 ) -> dict[str, Any]:
-    parsed = sharded_methods.parse(method)
+    parsed = sharded.parse(method)
     weights, gradients = sent_by(parsed)
     feedback = parsed.options.get("error_feedback", False)
     groups = given.pop("groups", GROUPS)
@@ -57,7 +57,7 @@ def padded(group: Shapes, ranks: int) -> int:
 
 
 def test_torchs_bytes_are_those_of_the_formula() -> None:
-    """Blocks are gathered twice, the root once; see gradwire_tools.bench.sharded.sharded_comms."""
+    """Blocks are gathered twice, the root once; see gradwire_tools.bench.train.hooks."""
     methods = {"fsdp-fp32": (4, 4), "fsdp-bf16": (2, 2), "fsdp-mixed": (4, 2)}
     for ranks, (method, (weight, gradient)) in product((2, 3, 4, 5), methods.items()):
         row = row_of(method, ranks)
@@ -218,7 +218,7 @@ def test_kernels_take_time() -> None:
 
 def test_weights_are_encoded_before_and_decoded_after_every_gather() -> None:
     """Curves in which a value takes a second to encode, and a thousand to decode."""
-    weights, gradients = sent_by(sharded_methods.parse("qsdp:w=8:g=8:keep=none"))
+    weights, gradients = sent_by(sharded.parse("qsdp:w=8:g=8:keep=none"))
     one = ShardedScenario(4, GBIT, weights, gradients, GROUPS)
     known = {**curves_of(one).codecs}
     known[str(W8)] = {**known[str(W8)], "encode": (0.0, 1.0, 0.0), "decode": (0.0, 1e3, 0.0)}
@@ -268,7 +268,7 @@ def test_blocks_and_the_root() -> None:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    weights, gradients = sent_by(sharded_methods.parse("qsdp:w=8:g=8"))
+    weights, gradients = sent_by(sharded.parse("qsdp:w=8:g=8"))
     one = ShardedScenario(2, GBIT, weights, gradients, GROUPS)
     path = tmp_path_factory.mktemp("curves") / "curves.json"
     curves_of(one, free=False).save(path)

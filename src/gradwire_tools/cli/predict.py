@@ -50,7 +50,7 @@ def sim(
 ) -> None:
     """Predict what a step's collectives take, on simulated networks."""
     from gradwire_tools.bench.paper import validate as validation
-    from gradwire_tools.bench.sharded import sharded_methods
+    from gradwire_tools.bench.train.sharded import COMPARED
     from gradwire_tools.predict import simulate, simulate_sharded
 
     of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
@@ -85,7 +85,7 @@ def sim(
         }  # fmt: skip
         swept = ["value"] if sweep else []
         if sharded:
-            chosen = names("--methods", method_names) or sharded_methods.COMPARED
+            chosen = names("--methods", method_names) or COMPARED
             step = simulate_sharded.WantedSharded(
                 methods=chosen, forward=forward, blocking=blocking, **common
             )

@@ -13,7 +13,7 @@ from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers
 from gradwire_tools.cli.output import Output, output
 
 if TYPE_CHECKING:
-    from gradwire_tools.bench.train.train_config import TrainConfig
+    from gradwire_tools.bench.train.config import TrainConfig
 
 
 def bench_train(
@@ -48,12 +48,12 @@ def bench_train(
     json_file: options.Json = None,
 ) -> None:
     """Train with several methods; report time to accuracy against 16 bit."""
-    from gradwire_tools.bench.train import train, train_view
+    from gradwire_tools.bench.train import config, view
 
     chosen = names("--methods", method_names)
     networks = _networks(compose, nets)
     with output(json_file) as out:
-        config = train.plan(
+        planned = config.plan(
             task=task,
             task_options=task_options(task_option, split),
             net=net,
@@ -70,7 +70,7 @@ def bench_train(
             accumulate=accumulate,
             quick=quick,
         )
-        for table in train_view.tables(trained(config, out, json_file, resume)):
+        for table in view.tables(trained(planned, out, json_file, resume)):
             out.console.print(table)
 
 
@@ -78,10 +78,10 @@ def trained(
     config: TrainConfig, out: Output, json_file: str | None, resume: bool
 ) -> list[dict[str, Any]]:
     """The rows of a run, written as they come."""
-    from gradwire_tools.bench.train import train_view
+    from gradwire_tools.bench.train import view
 
     state = _state_of(json_file, resume)
-    return list(out.each(train_view.watch(config, out.remarks, state, resume)))
+    return list(out.each(view.watch(config, out.remarks, state, resume)))
 
 
 def _networks(compose: bool, text: str | None) -> tuple[str, ...]:

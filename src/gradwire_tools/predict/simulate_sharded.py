@@ -20,8 +20,8 @@ from gradwire.planner.weights import in_blocks
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.micro.kernels import check_threads
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.sharded import sharded_methods
-from gradwire_tools.bench.sharded.sharded_methods import ShardedMethod
+from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.sharded import ShardedMethod
 from gradwire_tools.predict import sim_sweep
 from gradwire_tools.predict.sim_sweep import Point
 from gradwire_tools.predict.simulate import WantedStep, known_curves
@@ -59,7 +59,7 @@ def run(wanted: WantedSharded, advance: workers.Advance | None = None) -> Iterat
             raised before anything is measured.
     """
     check_threads(wanted.threads)
-    found = [sharded_methods.parse(name) for name in wanted.methods]
+    found = [sharded.parse(name) for name in wanted.methods]
     for method in found:
         method.check()
     points = [

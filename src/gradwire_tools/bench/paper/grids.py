@@ -24,8 +24,8 @@ from rich.table import Column, Table
 from gradwire.errors import ConfigError, use_one_of
 from gradwire_tools.bench.paper.cells import Row
 from gradwire_tools.bench.quantities import DASH, digits, network, seconds, size
-from gradwire_tools.bench.train import train
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train import config as training
+from gradwire_tools.bench.train.config import TrainConfig
 
 Cells = Mapping[tuple[str, str], str]
 
@@ -113,16 +113,16 @@ def plan(name: str, quick: bool = False, **given: Any) -> tuple[Grid, TrainConfi
     """The grid with this name, and the configuration of its run.
 
     Args:
-        quick: as of `train.plan`, and for a part of the grid.
-        given: further arguments of `train.plan`.
+        quick: as of `config.plan`, and for a part of the grid.
+        given: further arguments of `config.plan`.
 
     Raises:
-        ConfigError: there is none with this name, or as `train.plan`.
+        ConfigError: there is none with this name, or as `config.plan`.
     """
     if name not in GRIDS:
         raise ConfigError(f"--grid {name}: {use_one_of(name, GRIDS)}")
     grid = GRIDS[name].quick() if quick else GRIDS[name]
-    return grid, train.plan(methods=grid.methods, sharded=True, quick=quick, **given)
+    return grid, training.plan(methods=grid.methods, sharded=True, quick=quick, **given)
 
 
 def table(grid: Grid, rows: Sequence[Row]) -> Table:

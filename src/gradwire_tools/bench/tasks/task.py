@@ -1,7 +1,7 @@
 """What a benchmark task is: a frozen dataclass whose fields are the model's sizes and the recipe.
 
 Its methods make the model, the optimizer and the data. It does not communicate, so all methods
-(`bench.methods`) train the same task.
+(`bench.train.methods`) train the same task.
 
 A batch depends only on (seed, rank, step), and on the number of ranks where the data are split by
 class, so that all methods train on the same batches and a run can be repeated.

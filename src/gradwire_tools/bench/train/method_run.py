@@ -1,7 +1,8 @@
-"""The training run of one method on one rank: model, optimizer, hook and clock.
+"""The training run of one method on one rank: model, optimizer, method and clock.
 
 The worker has one run per method and interleaves them, so that a temporary slowdown of the machine
-affects all of them. `MethodRun` trains under DDP; `sharded_run.ShardedRun` is one under FSDP2.
+affects all of them. Under FSDP2 a step may have several micro-batches: weights are gathered in
+each, gradients are reduced after the last.
 """
 
 from __future__ import annotations
@@ -9,19 +10,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire_tools.bench.tasks import Score, Task
-from gradwire_tools.bench.train.methods import Applied, Method, Traffic
+from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.hooks import Applied, TorchGather, TorchScatter
+from gradwire_tools.bench.train.methods import Method
+from gradwire_tools.bench.train.sharded import ShardedMethod
 
-_COUNTED = ("first", "step", "step_seconds", "link_bytes", "parts", "counted_from")
+LEARN_AT = (50, 200)  # steps after which levels are learned, of methods that learn them
+
+_COUNTED = ("first", "step", "step_seconds", "link_bytes", "parts", "counted_from", "scores")
 # of `Handle.stats`; `plan` counts its versions
 _PARTS = ("kernel_seconds", "exposed_seconds", "steps", "plan", "raw_bytes", "wire_bytes")
 
@@ -33,6 +41,9 @@ class MethodRun:
     Everything that a resumed run needs is in `state`.
 
     Attributes:
+        model: under DDP or FSDP2, as the method distributes it.
+        replica: under FSDP2, a whole model, for evaluation.
+        accumulate: micro-batches per step.
         first: the step at which this run began: not 0 where it goes on after one that has ended.
         step: steps trained.
         step_seconds: per step since `first`, from fetching the batch to the end of the optimizer's
@@ -41,16 +52,18 @@ class MethodRun:
         parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
         counted_from: bytes sent in the first steps, whose times are not averaged.
-        apart: (all bytes, those of weights) to add to what the method counts: of a run before it
-            was resumed, less what does not belong to training.
+        apart: by key, bytes to add to what the method counts: of a run before it was resumed, less
+            what does not belong to training.
     """
 
-    name: str
+    method: Method | ShardedMethod
     seed: int
     task: Task
-    model: Any  # DistributedDataParallel, or under FSDP2 a module
+    model: Any
     optimizer: torch.optim.Optimizer
     applied: Applied
+    replica: nn.Module | None = None
+    accumulate: int = 1
     first: int = 0
     step: int = 0
     step_seconds: list[float] = field(default_factory=list)
@@ -58,52 +71,26 @@ class MethodRun:
     parts: dict[str, float] = field(default_factory=dict)
     scores: list[tuple[float, float]] = field(default_factory=list)
     counted_from: int = 0
-    apart: tuple[int, int] = (0, 0)
+    apart: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
+    def start(
+        cls, method: Method | ShardedMethod, task: Task, seed: int, accumulate: int = 1
+    ) -> MethodRun:
         """A new run of `method`; the initial weights are equal for every method and rank.
 
         Raises:
-            ConfigError: the method's codec or options are unknown.
+            ConfigError: the method's codec or options are unknown, or gradwire cannot attach it.
         """
-        model = method.distribute(task.model(seed))
-        momentum = 0.0 if method.replaces_momentum else None
-        optimizer = task.optimizer(model.module, momentum)
-        return cls(method.name, seed, task, model, optimizer, method.apply(model, optimizer))
+        model: Any = method.distribute(task.model(seed))
+        optimizer = task.optimizer(model, 0.0 if method.replaces_momentum else None)
+        replica = task.model(seed) if isinstance(method, ShardedMethod) else None
+        applied = method.apply(model, optimizer)
+        return cls(method, seed, task, model, optimizer, applied, replica, accumulate)
 
-    def backward(self) -> None:
-        """The gradients of one step, averaged."""
-        batch = self.task.batch(self.seed, dist.get_rank(), self.step, dist.get_world_size())
-        self.task.loss(self.model, batch).backward()
-
-    def evaluate(self) -> Score:
-        """The score on the validation data; every rank evaluates a share."""
-        return self.score(self.model.module)  # with rank 0's buffers, as DDP before each step
-
-    def ideal_step(self) -> float:
-        """Seconds of a step without communication. Call it after the last evaluation, since ranks
-        diverge."""
-        with self.model.no_sync():
-            start = time.perf_counter()
-            self.one_step()
-            return time.perf_counter() - start
-
-    def model_state(self) -> dict[str, Any]:
-        """What this rank saves of model and optimizer: rank 0 all of it."""
-        if dist.get_rank() != 0:
-            return {}
-        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_model(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
-        """The inverse; `replicas` is rank 0's state.
-
-        One step is trained first and undone: after it, DDP rebuilds its buckets, on which the
-        order of torch's sums depends."""
-        if own["step"]:
-            self.one_step()
-        self.model.module.load_state_dict(replicas["model"])
-        self.optimizer.load_state_dict(replicas["optimizer"])
+    @property
+    def name(self) -> str:
+        return self.method.name
 
     def train(self, steps: int) -> None:
         """`steps` more steps."""
@@ -129,11 +116,30 @@ class MethodRun:
         self.task.set_learning_rate(self.optimizer, self.step)
         self.backward()
         self.optimizer.step()
-        self.stepped()
+        if self.method.learned and self.step + 1 in LEARN_AT:
+            assert self.applied.handle is not None
+            self.applied.handle.learn_levels()  # while there are gradients
         self.optimizer.zero_grad()
 
-    def stepped(self) -> None:
-        """Called after the optimizer's step, while there are gradients."""
+    def backward(self) -> None:
+        """The gradients of one step, averaged."""
+        for part in range(self.accumulate):
+            if self.replica is not None:
+                self.model.set_requires_gradient_sync(part == self.accumulate - 1)
+            number = self.step * self.accumulate + part
+            batch = self.task.batch(self.seed, dist.get_rank(), number, dist.get_world_size())
+            (self.task.loss(self.model, batch) / self.accumulate).backward()
+
+    def ideal_step(self) -> float:
+        """Seconds of a step without communication. Call it after the last evaluation, since ranks
+        diverge."""
+        if self.replica is not None:
+            self.close()
+            sharded.communicate(self.model, TorchGather(sends=False), TorchScatter(sends=False))
+        with nullcontext() if self.replica is not None else self.model.no_sync():
+            start = time.perf_counter()
+            self.one_step()
+            return time.perf_counter() - start
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -148,17 +154,6 @@ class MethodRun:
         for name in _PARTS:
             self.parts[name] = self.parts.get(name, 0.0) + after[name] - before[name]
 
-    def decisions(self) -> list[dict[str, Any]]:
-        """What controllers have decided, in order: step, line, and tried, where automatic mode has
-        tried settings."""
-        found: list[dict[str, Any]] = (
-            [] if self.applied.handle is None else self.applied.handle.history()
-        )
-        found += [] if self.applied.flexible is None else self.applied.flexible.history
-        told = ("step", "line", "tried")
-        kept: list[dict[str, Any]] = [{key: r[key] for key in told if key in r} for r in found]
-        return sorted(kept, key=lambda row: int(row["step"]))
-
     def means(self) -> dict[str, Any]:
         """Of measured steps: seconds per step in kernels and in waiting, uncompressed bytes of
         gradients over those sent, and changes of plan by a policy; None for torch's methods."""
@@ -170,40 +165,25 @@ class MethodRun:
             "plan_changes": int(of["plan"]) if of else None,
         }
 
-    def state(self) -> dict[str, Any]:
-        """This rank's state between two steps."""
-        own = {name: getattr(self, name) for name in _COUNTED}
-        own["scores"] = [list(score) for score in self.scores]
-        own["sent"] = self.sent()
-        own |= {"method": self.applied.state(), "random": torch.get_rng_state()}
-        return own | self.model_state()
+    def decisions(self) -> list[dict[str, Any]]:
+        """What controllers have decided, in order: step, line, and tried, where automatic mode has
+        tried settings."""
+        handle, flexible = self.applied.handle, self.applied.flexible
+        found = [] if handle is None else handle.history()
+        found = found + ([] if flexible is None else flexible.history)
+        told = ("step", "line", "tried")
+        kept: list[dict[str, Any]] = [{key: r[key] for key in told if key in r} for r in found]
+        return sorted(kept, key=lambda row: int(row["step"]))
 
-    def load(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
-        """Continue where `state` was taken, to the bit.
+    def evaluate(self) -> Score:
+        """The score on the validation data; every rank evaluates a share.
 
-        Args:
-            replicas: rank 0's state.
+        Under FSDP2 weights are gathered as a forward does, so the weights that the method computes
+        with are scored; these bytes do not count.
         """
-        self.load_model(own, replicas)
-        self.applied.load(own["method"])
-        for name in _COUNTED:
-            setattr(self, name, own[name])
-        self.scores = [(loss, metric) for loss, metric in own["scores"]]
-        self.count_from(own["sent"])
-        torch.set_rng_state(own["random"])
-
-    def go_on(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
-        """Begin where another run has ended: `own` and `replicas` as in `load`. Of what it has
-        counted only its changes of plan go on."""
-        self.load(own, replicas)
-        self.first, self.step_seconds = self.step, []
-        self.parts = {"plan": self.parts["plan"]} if self.parts else {}
-
-    def score(self, model: nn.Module) -> Score:
-        """The score of a model without collectives, that of rank 0's buffers, over all ranks'
-        shares of the validation data."""
+        model = self.model.module if self.replica is None else self._gathered(self.replica)
         for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, 0)  # as DDP does before each step
         model.eval()
         mine = self.task.evaluate(model, dist.get_rank(), dist.get_world_size())
         sums = torch.tensor(astuple(mine), dtype=torch.float64)
@@ -214,25 +194,76 @@ class MethodRun:
         self.scores.append((score.mean_loss, self.task.metric_of(score)))
         return score
 
-    def traffic(self) -> Traffic:
-        """Bytes and memory so far; memory since the last start."""
-        found, (wire_bytes, of_weights) = self.applied.traffic(self.step), self.apart
-        weights = found.weights_wire_bytes
-        return replace(
-            found,
-            wire_bytes=found.wire_bytes + wire_bytes,
-            weights_wire_bytes=None if weights is None else weights + of_weights,
-        )
+    @torch.no_grad()
+    def _gathered(self, replica: nn.Module) -> nn.Module:
+        """The replica, with the weights as a forward gathers them."""
+        before, whole = self.traffic(), dict(replica.named_parameters())
+        for prefix, module in sharded.groups(self.model):
+            module.unshard()
+            for name, p in self.model.get_submodule(prefix).named_parameters(prefix):
+                if not isinstance(p, DTensor):  # those of groups within are sharded
+                    whole[name].copy_(p)
+            module.reshard()
+        for mine, of in zip(replica.buffers(), self.model.buffers(), strict=True):
+            mine.copy_(of)
+        self.count_from(before)
+        return replica
 
-    def sent(self) -> tuple[int, int]:
-        """(all bytes, those of weights) so far."""
-        traffic = self.traffic()
-        return traffic.wire_bytes, traffic.weights_wire_bytes or 0
+    def state(self) -> dict[str, Any]:
+        """This rank's state between two steps; under DDP, rank 0's has model and optimizer."""
+        own = {name: getattr(self, name) for name in _COUNTED}
+        own |= {"sent": self.traffic(), "method": self.applied.state()}
+        own["random"] = torch.get_rng_state()
+        if self.replica is not None or dist.get_rank() == 0:
+            own["trained"] = tree_map_only(DTensor, DTensor.to_local, self._trained())
+        return own
 
-    def count_from(self, sent: tuple[int, int]) -> None:
-        """Have `sent` be this now, and count on from it."""
-        apart, now = self.apart, self.sent()
-        self.apart = (apart[0] + sent[0] - now[0], apart[1] + sent[1] - now[1])
+    @torch.no_grad()
+    def load(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """Continue where `state` was taken, to the bit.
+
+        One step is trained first and undone: after it the optimizer has its moments, and DDP has
+        rebuilt its buckets, on which the order of torch's sums depends.
+
+        Args:
+            replicas: rank 0's state.
+        """
+        if own["step"]:
+            with torch.enable_grad():
+                self.one_step()
+        saved = replicas if self.replica is None else own
+        mine = tree_map_only(DTensor, DTensor.to_local, self._trained())
+        for value, of in zip(tree_leaves(mine), tree_leaves(saved["trained"]), strict=True):
+            if isinstance(value, torch.Tensor):
+                value.copy_(of)
+        self.applied.load(own["method"])
+        for name in _COUNTED:
+            setattr(self, name, own[name])
+        self.count_from(own["sent"])
+        torch.set_rng_state(own["random"])
+
+    def _trained(self) -> dict[str, Any]:
+        """Whatever of model and optimizer this rank holds."""
+        module = self.model.module if self.replica is None else self.model
+        return {"model": module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def go_on(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """Begin where another run has ended: `own` and `replicas` as in `load`. Of what it has
+        counted only its changes of plan go on."""
+        self.load(own, replicas)
+        self.first, self.step_seconds = self.step, []
+        self.parts = {"plan": self.parts["plan"]} if self.parts else {}
+
+    def traffic(self) -> dict[str, Any]:
+        """What rows have of bytes and memory, so far; memory since the last start."""
+        found = self.applied.traffic(self.step).keys()
+        return {k: n if n is None else n + self.apart.get(k, 0) for k, n in found.items()}
+
+    def count_from(self, traffic: dict[str, Any]) -> None:
+        """Have the bytes of an earlier `traffic` be those of now, and count on from them."""
+        now = self.traffic()
+        of_bytes = [key for key in now if key.endswith("wire_bytes")]
+        self.apart = {k: self.apart.get(k, 0) + traffic[k] - now[k] for k in of_bytes}
 
     def close(self) -> None:
         """Release the method's resources."""

@@ -7,9 +7,10 @@ fewer than N values parameters are sent uncompressed. With a policy
 (`qsgd:bits=4:policy=lgreco:every=100:first=50`), those of `gradwire.Replan` go with it, and the
 policy's own with `policy.` before them (`qsgd:policy=accordion:policy.share=0.75`), as `share` is
 an option of both. Two decide by what they measure: `auto`, with options of `gradwire.Auto`
-(`auto:trial=4`), and `flexible`, with those of `gradwire.Flexible` and `gradwire.Triggers`
-(`flexible:steps=5:rest=200`). Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and
-`truncate:ratio=R` (see `torch_hooks`).
+(`auto:trial=4`), and `flexible`, density and collective of top-k, with those of `gradwire.Flexible`
+and `gradwire.Triggers` (`flexible:steps=5:rest=200`). What these two measure before the first step,
+and the steps that they throw away, count as training time; after a run is resumed, they begin anew.
+Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R` (see `hooks`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -34,20 +35,24 @@ from gradwire import codecs
 from gradwire.aggregators import Aggregator, Compressed, registry
 from gradwire.codecs.text import parse as parse_text
 from gradwire.collectives.calling import check_seed
+from gradwire.controllers.flexible import check_pymoo
 from gradwire.errors import ConfigError, nearest, use_one_of
 from gradwire.integrations.choices import family_of, policy_of
+from gradwire.integrations.flexible import check_numbers
 from gradwire.lang import Codec
 from gradwire.lang.kernels import MEND, uncompiled
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
-from gradwire_tools.bench.train import torch_hooks, watching_methods
-from gradwire_tools.bench.train.torch_hooks import Applied, Options, Traffic, of_handle, ring_bytes
-from gradwire_tools.bench.train.watching_methods import AUTO, FLEXIBLE
+from gradwire_tools.bench.train import hooks
+from gradwire_tools.bench.train.hooks import Applied, Options, Traffic, of_handle, ring_bytes
 
 __all__ = ["NAMED", "Applied", "Method", "Traffic", "attach", "parse", "ring_bytes"]
 
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+AUTO, FLEXIBLE = "auto", "flexible"
+_FIRST = "artopk:density=0.01"  # of `flexible`, until it decides
 
 # Arguments of `attach`, beside those of `gradwire.Options`.
 _OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
@@ -55,6 +60,9 @@ _OF_ATTACH = (*_OF_RULES, "seed", "coalesce_bytes", "least", "policy", "replan")
 _OF_OPTIONS = tuple(option.name for option in fields(gradwire.Options))
 _OF_REPLAN = tuple(option.name for option in fields(gradwire.Replan))
 _OF_POLICY = "policy."  # before an option of the policy's own
+_OF_AUTO = tuple(option.name for option in fields(gradwire.Auto) if option.name != "replan")
+_OF_TRIGGERS = tuple(option.name for option in fields(gradwire.Triggers))
+_OF_FLEXIBLE = ("steps", "seconds", *_OF_TRIGGERS)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class Method:
     bucket_mb: int | None = None
     timing_only: bool = False
 
+    learned = False  # whether levels are learned in training
+
     def check(self, ranks: int = 1, shapes: Shapes = ()) -> None:
         """Whether `apply` can succeed, told before anything is launched.
 
@@ -87,11 +97,12 @@ class Method:
                 on so many ranks.
         """
         if self.kind == FLEXIBLE:
-            watching_methods.check_flexible(self.options)
+            check_pymoo()
+            _flexible_options(self.options)
         if self.kind != "gradwire":
             return
         if self.automatic:
-            watching_methods.auto_options(self.options)
+            _auto_options(self.options)
             return
         made, options = self._made()
         reason = uncompiled(made.encoders) if options.target == "auto" else None
@@ -183,7 +194,7 @@ class Method:
         if self.kind == FLEXIBLE:
             if optimizer is None:
                 raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
-            applied = watching_methods.flexible(model, optimizer, self.options)
+            applied = _flexible(model, optimizer, self.options)
         else:
             applied = _APPLY[self.kind](model, self.options)
         seconds = time.perf_counter() - begun
@@ -204,6 +215,15 @@ NAMED: dict[str, Method] = {
         Method("gradwire-terngrad", "gradwire", {"codec": "terngrad"}),
     )
 }
+
+
+def knows(text: str) -> bool:
+    """Whether `text` names a method, with valid options."""
+    try:
+        parse(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def parse(text: str) -> Method:
@@ -264,7 +284,7 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
         ConfigError: gradwire does not know one of them.
     """
     if options["codec"] == AUTO:
-        return compiled(gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options)))
+        return compiled(gradwire.attach(model, AUTO, auto=_auto_options(options)))
     own, given, run = _split(options)
     least = given.pop("least", 0)
     if least:
@@ -306,9 +326,53 @@ def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
 
 
 _APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
-    "torch_fp32": torch_hooks.torch_cast,
-    "torch_cast": torch_hooks.torch_cast,
-    "torch_powersgd": torch_hooks.torch_powersgd,
-    "truncate": torch_hooks.truncate,
+    "torch_fp32": hooks.torch_cast,
+    "torch_cast": hooks.torch_cast,
+    "torch_powersgd": hooks.torch_powersgd,
+    "truncate": hooks.truncate,
     "gradwire": lambda model, options: of_handle(attach(model, options)),
 }
+
+
+def _auto_options(options: Options) -> gradwire.Auto:
+    """What automatic mode is told; raises ConfigError for another option, or a wrong value."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if name != "codec"}
+    _check_known(AUTO, given, _OF_AUTO)
+    for option in ("codecs", "methods"):
+        if option in given:
+            given[option] = [str(given[option])]
+    return gradwire.Auto(**given)
+
+
+def _flexible_options(options: Options) -> dict[str, Any]:
+    """What `gradwire.Flexible` is told; raises ConfigError as `_auto_options`."""
+    _check_known(FLEXIBLE, options, _OF_FLEXIBLE)
+    given: dict[str, Any] = dict(options)
+    of_triggers = {name: given.pop(name) for name in _OF_TRIGGERS if name in given}
+    check_numbers(**given)
+    return {**given, "triggers": gradwire.Triggers(**of_triggers)}
+
+
+def _check_known(method: str, given: Options, known: tuple[str, ...]) -> None:
+    for name in (one for one in given if one not in known):
+        raise ConfigError(f"method {method} has no option {name!r}: {use_one_of(name, known)}")
+
+
+def _flexible(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, options: Options
+) -> Applied:
+    """`flexible` at work. The step alone says where in the data and in the schedule of the learning
+    rate training is, so that nothing else has a state that a trial would change."""
+    handle = gradwire.attach(model, _FIRST)
+    decides = gradwire.Flexible(handle, model, optimizer, **_flexible_options(options))
+
+    def remove() -> None:
+        decides.close()
+        handle.detach()
+
+    def load(state: dict[str, Any]) -> None:
+        # Whatever density was in force: residuals of all have the same form.
+        facts = {p.name: p.facts() for p in handle.plan.parameters}
+        handle.load_state_dict({**state, "parameters": facts})
+
+    return replace(of_handle(handle), flexible=decides, remove=remove, load=load)

@@ -1,13 +1,22 @@
-"""Averaging without gradwire: torch's own hooks, and `truncate`, a bound on the gain.
+"""What sends in place of gradwire: torch's hooks of DDP, its collectives under FSDP2, `truncate`.
 
-`truncate` sends only the first 1/ratio of each bucket, uncompressed (CGX Fig. 1): a compressor of
-that ratio that costs no computing. The rest of the average is zero, so that replicas agree and
-nothing diverges, but what it trains is not the model: its rows are marked `timing_only`.
+Under FSDP2 the bytes that a rank sends are a formula, since torch does not count:
+
+    all-gather        (N-1) times the bytes of a rank's part
+    reduce-scatter    (N-1)/N of the bytes of its input
+
+at the width that is sent. gloo's reduce-scatter is an all-reduce inside and sends twice as much:
+`link_bytes` has what really left the node, where a network is emulated.
+
+`truncate` sends only the first 1/ratio of each bucket, uncompressed: a bound on what compressing
+could pay (CGX Fig. 1; THESIS C.2, Fig. C.1), a codec of that ratio that takes no time. The rest
+arrives as zeros, so that ranks agree and nothing diverges, but what is trained is not the model:
+its rows are marked `timing_only`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+# Annotations are types, not strings: DDP compares a hook's with the types themselves.
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
 Options = dict[str, "int | float | bool | str"]
+WIDTHS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Applied:
-    """A method at work on one model.
+    """A method at work on one model, under DDP or FSDP2.
 
     Attributes:
-        traffic: traffic after the given number of steps.
+        traffic: what it has sent after the given number of steps.
         remove: gives back what the method holds; the model is not trained after it. Torch's hooks
             cannot be taken off; they go with their model.
         state, load: this rank's state, of what `torch.load(weights_only=True)` reads; its inverse.
@@ -106,10 +117,6 @@ def _bf16_compress_hook(
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-_ANNOTATIONS = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-# DDP compares a hook's annotations with the types themselves; ours are strings in this module.
-_bf16_compress_hook.__annotations__ = _ANNOTATIONS
-
 _DENSE_STEPS = 2  # of PowerSGD: the fewest that torch allows with error feedback
 _POWERSGD_STATE = (
     *("error_dict", "p_memory_dict", "q_memory_dict", "iter", "total_numel_before_compression"),
@@ -158,8 +165,6 @@ def truncate(model: DistributedDataParallel, options: Options) -> Applied:
         whole: torch.futures.Future[torch.Tensor] = done.then(lambda _: values)
         return whole
 
-    # DDP compares a hook's annotations with the types themselves; ours are strings in this module.
-    hook.__annotations__ = _ANNOTATIONS
     model.register_comm_hook(None, hook)
     return Applied(lambda steps: Traffic(ring_bytes(sent[0], 4, world_size), None))
 
@@ -170,3 +175,90 @@ def _numel(model: DistributedDataParallel) -> int:
 
 def _world_size(model: DistributedDataParallel) -> int:
     return int(model.process_group.size())
+
+
+def kept(numel: int, ratio: float) -> int:
+    """How many of `numel` values are sent: at least one, if there are any."""
+    return math.ceil(numel / ratio)
+
+
+class _Torchs:
+    """A collective of the first 1/`ratio` of each rank's part, of values cast to `width`.
+
+    Attributes:
+        sends: if not, a rank's own values take the place of every other's.
+        wire_bytes: by the formula, so far.
+    """
+
+    def __init__(self, width: str = "fp32", ratio: float = 1, sends: bool = True) -> None:
+        self.width, self.ratio, self.sends = WIDTHS[width], ratio, sends
+        self.wire_bytes = 0
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TorchGather(_Torchs, AllGather):
+    """Torch's all-gather of weights."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        parts = output_tensor.view(group.size(), -1)
+        if not self.sends:
+            parts.copy_(input_tensor.clone())
+            return None
+        own = input_tensor[: kept(input_tensor.numel(), self.ratio)].to(self.width)
+        self.wire_bytes += (group.size() - 1) * own.nbytes
+        if own.dtype == input_tensor.dtype and own.numel() == input_tensor.numel():
+            work: dist.Work | None = dist.all_gather_into_tensor(
+                output_tensor, own, group, async_op
+            )
+            return work
+        every = own.new_empty(group.size(), own.numel())
+        dist.all_gather_into_tensor(every.view(-1), own, group)
+        parts[:, own.numel() :].zero_()
+        parts[:, : own.numel()].copy_(every)
+        return None
+
+
+class TorchScatter(_Torchs, ReduceScatter):
+    """Torch's reduce-scatter of gradients; 16-bit values are divided by the number of ranks before
+    they are summed, as in DDP's hooks."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        parts = input_tensor.view(group.size(), -1)
+        if not self.sends:
+            output_tensor.copy_(parts[group.rank()])
+            return None
+        count = kept(output_tensor.numel(), self.ratio)
+        every = parts[:, :count].to(self.width).contiguous()
+        self.wire_bytes += (group.size() - 1) * every.nbytes // group.size()
+        cast = every.dtype != input_tensor.dtype
+        if not cast and count == output_tensor.numel():
+            work: dist.Work | None = dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op, group, async_op
+            )
+            return work
+        if cast:
+            assert op == dist.ReduceOp.AVG
+            every.div_(group.size())
+            op = dist.ReduceOp.SUM
+        own = every.new_empty(count)
+        dist.reduce_scatter_tensor(own, every.view(-1), op, group)
+        output_tensor[count:].zero_()
+        output_tensor[:count].copy_(own)
+        return None

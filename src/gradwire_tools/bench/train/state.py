@@ -1,16 +1,16 @@
 """The state of a run of `bench train` on disk, from which a killed run continues.
 
-    FOLDER/config.json           the run's configuration
-    FOLDER/train/latest.json     which turn is whole: {"turn": 7, "ended": false}
-    FOLDER/train/7/events.json   rank 0's events so far
-    FOLDER/train/7/rankR.pt      of rank R: its position, and the state of its unfinished runs
-    FOLDER/timing-NET/...        of a composed run, the same of its other trainings
-    FOLDER/ends/METHOD-R.pt      and of rank R the last state of a method to time at the end
+    FOLDER/config.json         the run's configuration
+    FOLDER/train/7/rankR.pt    of rank R, after turn 7: its position, the state of its unfinished
+                               runs, the events so far, and whether the run has ended
+    FOLDER/train/writing/...   a turn that is not whole
+    FOLDER/timing-NET/...      of a composed run, the same of its other trainings
+    FOLDER/ends/METHOD-R.pt    and of rank R the last state of a method to time at the end
 
-A file is written under another name and renamed; `latest.json` names a turn once all of its files
-are there. So a run that is killed at any point leaves a whole turn, or none. Before a folder is
-deleted, its `config.json` is renamed to `ended`: a deletion that is killed leaves nothing that
-looks like a run to continue. A folder with neither is not of a run, and is not touched.
+A turn is renamed to its number once all ranks have written: a run that is killed at any point
+leaves a whole turn, or none. Before a folder is deleted, its `config.json` is renamed to `ended`: a
+deletion that is killed leaves nothing that looks like a run to continue. A folder with neither is
+not of a run, and is not touched.
 
 `lease` keeps two runs, or the dying ranks of one that was killed, from using a folder at once.
 """
@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -37,38 +37,52 @@ State = dict[str, Any]
 
 _DYING_SECONDS = 30.0
 _CONFIG, _ENDED = "config.json", "ended"  # the marker of a run, and what it becomes
+_WRITING = "writing"
+_KEYS = {"position", "steps", "runs", "events", "ended"}  # of a rank's state
 
 
-class Turns:
-    """The saved turns in a folder, of one rank."""
+def save(folder: Path, rank: int, state: State) -> None:
+    """Write a rank's state after a turn; it counts once rank 0 calls `commit`."""
+    (folder / _WRITING).mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / _WRITING / f"rank{rank}.pt")
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.rank = rank
-        found = latest(folder)
-        self._turn = found["turn"] if found else 0
 
-    def load(self, rank: int) -> State | None:
-        """What `rank` saved in the last whole turn; None if there is none."""
-        found = latest(self.folder)
-        return None if found is None else _rank(self.folder, found["turn"], rank)
+def commit(folder: Path) -> None:
+    """On rank 0, once all ranks have written: the turn is whole. Earlier ones are removed."""
+    before = _turns(folder)
+    (folder / _WRITING).rename(folder / str(max(before, default=0) + 1))
+    for turn in before:
+        shutil.rmtree(folder / str(turn), ignore_errors=True)
 
-    def write(self, own: State, events: list[State]) -> None:
-        """Write this rank's file of the next turn; rank 0 its events, too."""
-        self._turn += 1
-        folder = self.folder / str(self._turn)
-        folder.mkdir(exist_ok=True)
-        torch.save(own, folder / f"rank{self.rank}.pt")
-        if self.rank == 0:
-            write_whole(folder / "events.json", json.dumps(events))
 
-    def commit(self, ended: bool) -> None:
-        """On rank 0, once all ranks have written: the turn is whole. Earlier ones are removed."""
-        write_whole(self.folder / "latest.json", json.dumps({"turn": self._turn, "ended": ended}))
-        for other in self.folder.iterdir():
-            if other.is_dir() and other.name != str(self._turn):
-                shutil.rmtree(other, ignore_errors=True)
+def load(folder: Path, rank: int, look: bool = False) -> State | None:
+    """What a rank has saved in the last whole turn; None if there is none.
+
+    Args:
+        look: leave tensors on disk.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    turn = max(_turns(folder), default=None)
+    if turn is None:
+        return None
+    file = folder / str(turn) / f"rank{rank}.pt"
+    try:
+        found: State = torch.load(file, weights_only=True, mmap=look)
+    except Exception as error:  # of many types: what is truncated may be anything
+        raise _damaged(file, type(error).__name__) from error
+    if not isinstance(found, dict) or not found.keys() >= _KEYS:
+        raise _damaged(file, "it is no rank's state of this version")
+    return found
+
+
+def _turns(folder: Path) -> list[int]:
+    return [int(one.name) for one in folder.glob("*") if one.name.isdigit()]
+
+
+def _damaged(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"--resume: {file} is damaged ({reason}): leave --resume out to start again")
 
 
 def save_end(folder: Path, method: str, rank: int, state: State) -> None:
@@ -85,62 +99,6 @@ def load_end(folder: Path, method: str, rank: int) -> State:
 
 def _end(folder: Path, method: str, rank: int) -> Path:
     return folder / f"{quote(method, safe='')}-{rank}.pt"
-
-
-def latest(folder: Path) -> State | None:
-    """{"turn", "ended"} of the last whole turn; None if there is none."""
-    file = folder / "latest.json"
-    found: State | None = _read(file)
-    kinds = {"turn": int, "ended": bool}
-    if found is not None and not (
-        isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in kinds.items())
-    ):
-        raise _damaged(file, "it names no turn")
-    return found
-
-
-def saved_events(folder: Path) -> list[State]:
-    """The events of the last whole turn; none if there is none."""
-    found = latest(folder)
-    if found is None:
-        return []
-    file = folder / str(found["turn"]) / "events.json"
-    events: list[State] = _read(file)
-    if not isinstance(events, list) or not all(
-        isinstance(event, dict) and "event" in event for event in events
-    ):
-        raise _damaged(file, "it is missing" if events is None else "it is no list of events")
-    return events
-
-
-def _rank(folder: Path, turn: int, rank: int, look: bool = False) -> State:
-    """What a rank has saved; to look only whether it is whole, it is not read into memory."""
-    file = folder / str(turn) / f"rank{rank}.pt"
-    try:
-        found: State = torch.load(file, weights_only=True, mmap=look)
-    except Exception as error:  # of many types: what is truncated may be anything
-        raise _damaged(file, type(error).__name__) from error
-    if not isinstance(found, dict):
-        raise _damaged(file, "it is no rank's state")
-    if look and not {"position", "steps", "runs"} <= found.keys():
-        raise _damaged(file, "it is no rank's state")
-    return found
-
-
-def _read(file: Path) -> Any:
-    """The JSON of a file; None if there is no such file."""
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _damaged(file, (error.strerror or str(error)).lower()) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, "it is not JSON") from error
-
-
-def _damaged(file: Path, reason: str) -> ConfigError:
-    return ConfigError(f"--resume: {file} is damaged ({reason}): leave --resume out to start again")
 
 
 @contextlib.contextmanager
@@ -194,7 +152,7 @@ def used_by_rank(folder: Path) -> Iterator[None]:
         yield
 
 
-def prepare(folder: Path, config: State, resume: bool) -> bool:
+def prepare(folder: Path, config: Mapping[str, Any], resume: bool) -> bool:
     """Make a run's folder; True if it holds a run of the same configuration to continue.
 
     Raises:
@@ -206,7 +164,12 @@ def prepare(folder: Path, config: State, resume: bool) -> bool:
         _clear(folder)
         write_whole(file, json.dumps(config))
         return False
-    before = _read(file)
+    try:
+        before = json.loads(file.read_text())
+    except OSError as error:
+        raise _damaged(file, (error.strerror or str(error)).lower()) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "it is not JSON") from error
     if not isinstance(before, dict):
         raise _damaged(file, "it is no configuration")
     for name, value in json.loads(json.dumps(config)).items():
@@ -216,12 +179,9 @@ def prepare(folder: Path, config: State, resume: bool) -> bool:
                 f"not {json.dumps(value)}: give its own options, or another --json FILE; without "
                 "--resume the saved run is dropped"
             )
-    for one in sorted(folder.iterdir()):
-        found = latest(one) if one.is_dir() else None
-        if found is not None:
-            saved_events(one)
-            for rank in range(config["nodes"]):
-                _rank(one, found["turn"], rank, look=True)
+    for training in sorted(folder.iterdir()):
+        for rank in range(config["nodes"]):
+            load(training, rank, look=True)
     return True
 
 

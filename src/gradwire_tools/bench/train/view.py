@@ -14,9 +14,9 @@ from rich.table import Column, Table
 
 from gradwire_tools.bench.lengths import length
 from gradwire_tools.bench.quantities import DASH, digits, seconds, size
-from gradwire_tools.bench.train import train
+from gradwire_tools.bench.train import run
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.bench.train.train_config import TrainConfig
+from gradwire_tools.bench.train.config import TrainConfig
 
 Row = dict[str, Any]
 
@@ -24,9 +24,9 @@ _BETWEEN_LINES_S = 5.0
 
 
 def watch(
-    config: TrainConfig, console: Console, state: Path | None = None, resume: bool = False
+    config: TrainConfig, console: Console, folder: Path | None = None, resume: bool = False
 ) -> Iterator[Row]:
-    """The rows of `train.run`, with the progress of each method on `console`.
+    """The rows of `run`, with the progress of each method on `console`.
 
     If `console` is not a terminal, it gets a line per evaluation, and every few seconds one of the
     steps where rows come only at the end (`--compose`).
@@ -56,7 +56,7 @@ def watch(
         def announce(text: str) -> None:
             console.print(text, style="dim", highlight=False, soft_wrap=True)
 
-        for row in train.run(config, moved, announce, state, resume):
+        for row in run.run(config, moved, announce, folder, resume):
             if row["row"] == "evaluation" and not config.nets:
                 shown.evaluated(row)
                 if not console.is_terminal:
@@ -91,16 +91,16 @@ class _Bars:
     def moved(self, at: Row) -> None:
         if at["phase"] != self._phase:
             self._begin(at["phase"])
-        seeds = (at["seed"],) if at["phase"].startswith("timing") else self._config.seeds
+        seeds = self._config.seeds[: 1 if at["phase"].startswith("timing") else None]
         done, total = seeds.index(at["seed"]) * at["steps"] + at["step"], at["steps"] * len(seeds)
-        bar = self._ids[at["method"]]
-        self._bars.update(bar, completed=done, total=total, seconds=at["seconds"])
+        self._update(at, completed=done, total=total)
 
     def evaluated(self, row: Row) -> None:
-        loss = digits(row["loss"], 4)
         done = row["step"] if len(self._config.seeds) == 1 else None
-        bar = self._ids[row["method"]]
-        self._bars.update(bar, completed=done, loss=loss, seconds=row["seconds"])
+        self._update(row, completed=done, loss=digits(row["loss"], 4))
+
+    def _update(self, at: Row, **fields: Any) -> None:
+        self._bars.update(self._ids[at["method"]], seconds=at["seconds"], **fields)
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

@@ -15,19 +15,37 @@ for `keep` and `error_feedback`, which are options of `gradwire.attach`.
 All methods have one mixed-precision policy, `POLICY`: FSDP2 computes with fp32 weights and reduces
 fp32 gradients. Methods differ in what is sent alone. FSDP2's own policy for bf16 would change what
 is computed, too.
+
+`fully_shard` wraps every entry of a ModuleList (the blocks of a transformer), every other layer of
+`LARGE` values or more, then the root. FSDP2's defaults hold: the root's weights are gathered once
+per step, those of others twice.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import gradwire
 from gradwire.aggregators import Compressed, registry
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
+from gradwire_tools.bench.train.hooks import Applied, TorchGather, TorchScatter, Traffic, of_handle
+from gradwire_tools.bench.train.methods import compiled
 
 POLICY = "param fp32, reduce fp32"  # of every method, as rows have it
+_POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+
+LARGE = 1 << 16  # values of a layer that is a group of its own
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,7 @@ class ShardedMethod:
     ratios: tuple[float, float] | None = None
 
     watches = False  # the network, while it trains
+    replaces_momentum = False
 
     @property
     def timing_only(self) -> bool:
@@ -80,6 +99,42 @@ class ShardedMethod:
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r}: {error}") from error
 
+    def distribute(self, model: nn.Module) -> nn.Module:
+        """The model under FSDP2, over all ranks."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*layers(model), model):
+            fully_shard(module, mesh=mesh, mp_policy=_POLICY)
+        return model
+
+    def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Applied:
+        """Puts the method on a model of `distribute`. Gathers that gradwire leaves to torch are
+        counted, too.
+
+        Raises:
+            ConfigError: gradwire cannot attach it.
+        """
+        widths = ("fp32", "fp32") if self.ours else (str(self.weights), str(self.gradients))
+        ratios = self.ratios or (1.0, 1.0)
+        gather, scatter = TorchGather(widths[0], ratios[0]), TorchScatter(widths[1], ratios[1])
+        by_torch = not self.ours or self.weights is None
+        communicate(model, gather if by_torch else None, None if self.ours else scatter)
+        if not self.ours:
+
+            def torchs(steps: int) -> Traffic:
+                sent = gather.wire_bytes + scatter.wire_bytes
+                return Traffic(sent, None, gather.wire_bytes)
+
+            return Applied(torchs)
+        given = {"weights": self.weights, **self.options}
+        handle = compiled(gradwire.attach(model, self.gradients, **given))
+
+        def traffic(steps: int) -> Traffic:
+            stats = handle.stats()
+            weights = gather.wire_bytes + int(stats["weights_wire_bytes"])
+            return Traffic(weights + int(stats["wire_bytes"]), None, weights)
+
+        return replace(of_handle(handle), traffic=traffic)
+
 
 NAMED: dict[str, ShardedMethod] = {
     method.name: method
@@ -106,7 +161,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _QSDP = {"w": "randomshift", "g": "qsgd"}
 _LEARNED = {"w": "learnedlevels", "g": "learnedlevels:rounding=stochastic"}
-LEARN_AT = (50, 200)  # steps after which levels are learned
 
 
 def knows(text: str) -> bool:
@@ -182,3 +236,38 @@ def _sorted(text: str, parts: list[str]) -> tuple[dict[str, str], dict[str, Any]
         else:
             codecs[codec] += f":{part}"
     return codecs, options
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """What is sharded by itself; tied weights are left to the root."""
+    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.extend(child)
+                continue
+            own = list(child.parameters(recurse=False))
+            tied = any(uses[p] > 1 for p in own)
+            if sum(p.numel() for p in own) >= LARGE and not tied:
+                found.append(child)
+            visit(child)
+
+    visit(model)
+    return found
+
+
+def groups(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """The parts of a model that FSDP2 gathers by themselves, with their prefixes."""
+    named = model.named_modules()
+    return ((prefix, module) for prefix, module in named if isinstance(module, FSDPModule))
+
+
+def communicate(model: nn.Module, gather: TorchGather | None, scatter: TorchScatter | None) -> None:
+    """Have FSDP2 use these in place of its own collectives."""
+    for _, module in groups(model):
+        if gather is not None:
+            module.set_custom_all_gather(gather)
+        if scatter is not None:
+            module.set_custom_reduce_scatter(scatter)

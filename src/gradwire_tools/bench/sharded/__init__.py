@@ -1,1 +1,0 @@
-"""What `gradwire bench train --sharded` adds: FSDP2 with quantised weights and gradients."""

@@ -1,0 +1,197 @@
+"""One training of `bench train` on one network: starts the ranks, passes their rows on, and adds a
+summary per method."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gradwire_tools import lab
+from gradwire_tools.bench import workers
+from gradwire_tools.bench.train import state
+from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.bench.train.config import TOLERANCE, TrainConfig
+
+WORKER = "gradwire_tools.bench.train.worker"
+
+Row = dict[str, Any]
+Announce = Callable[[str], None]
+
+# Is told the progress of one method: an event `step` (`worker`) with `phase`, what it trains for:
+# "training", "timing NET" or "whole run NET".
+Advance = Callable[[Row], None]
+
+# Keys that all rows of a run have alike.
+_COMMON = (
+    *("task", "task_options", "net", "ranks", "composed", "schedule", "sharded", "policy"),
+    *("accumulate", "parameters"),
+)
+# Keys of which a summary has the median over seeds: of last evaluations, and of ends of runs.
+_OF_LAST = ("seconds", "wire_bytes", "link_bytes", "peak_extra_bytes")
+_OF_SHARDED = ("weights_wire_bytes", "gradients_wire_bytes")
+_OF_END = (
+    *("step_seconds", "step_seconds_mean", "ideal_step_seconds", "timed_steps", "timed_bytes"),
+    *("kernel_seconds", "exposed_seconds"),
+)
+
+
+def rows(
+    config: TrainConfig, progress: Advance | None, announce: Announce, phase: str = "training"
+) -> Iterator[Row]:
+    """Train on one network, and yield rows as they come, those of a run that is continued first.
+
+    Raises:
+        ConfigError: the configuration cannot run, or not on this machine.
+        WorkerError: a rank failed or timed out.
+    """
+    evaluations, ends = [], []
+    for event in _events(config, announce):
+        if event["event"] == "length":
+            announce(event["text"])
+        elif event["event"] == "step":
+            if progress is not None:
+                progress({"phase": phase, **event})
+        elif event["event"] == "finished":
+            ends.append(event)
+        elif event["event"] == "row":
+            evaluations.append(event["row"])
+            yield event["row"]
+    yield from summaries(config, [r for r in evaluations if r["row"] == "evaluation"], ends)
+
+
+def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
+    """What the ranks report, after what they had when the run was saved."""
+    saved = None if config.state is None else state.load(Path(config.state), 0, look=True)
+    if saved is not None:
+        yield from saved["events"]
+    if saved is None or not saved["ended"]:
+        net = lab.Schedule.parse(config.net)
+        nodes, limit = config.nodes, config.timeout_seconds
+        yield from workers.events(WORKER, config, nodes, net, limit, announce)
+
+
+def summaries(config: TrainConfig, evaluations: list[Row], ends: list[Row]) -> Iterator[Row]:
+    """One row per method, over all seeds: medians of times, means of scores.
+
+    Args:
+        ends: events `finished` of `worker`, one per method and seed.
+    """
+    baselines, first = Baselines.of(config.sharded), evaluations[0]
+    runs = {  # by method, of each seed
+        method: [
+            [row for row in evaluations if (row["method"], row["seed"]) == (method, seed)]
+            for seed in config.seeds
+        ]
+        for method in config.methods
+    }
+    targets, origin = _targets(config, runs)
+    times = {
+        method: [_time_to(target, run) for run, target in zip(mine, targets, strict=True)]
+        for method, mine in runs.items()
+    }
+    full = [run[-1]["metric"] for run in runs.get(baselines.full, [])]
+    bars = {name: _median(times[name]) for name in baselines.sixteen_bits if name in times}
+    bars = {name: bar for name, bar in bars.items() if bar}
+    bar = min(bars, key=lambda name: bars[name], default=None)
+    for method, mine in runs.items():
+        last = [run[-1] for run in mine]
+        ended = [event for event in ends if event["method"] == method]
+        gaps = [b["seconds"] - a["seconds"] for run in mine for a, b in itertools.pairwise(run)]
+        time, metrics = _median(times[method]), _each(last, "metric")
+        yield {
+            "row": "summary",
+            **{key: first[key] for key in _COMMON if key in first},
+            "method": method,
+            "seeds": list(config.seeds),
+            "steps": last[0]["step"],
+            "steps_by_seed": _each(last, "step"),
+            "target": _mean(targets),
+            "target_from": origin,
+            "time_to_target": time,
+            "time_to_target_by_seed": times[method],
+            "evaluation_gap_seconds": max(gaps, default=None),
+            "final_metric": _mean(metrics),
+            "final_loss": _mean(_each(last, "loss")),
+            "final_loss_by_seed": _each(last, "loss"),
+            "rolling_loss": _mean(_each(last, "rolling_loss")),
+            "rolling_metric": _mean(_each(last, "rolling_metric")),
+            "wire_bytes_per_step": _median(_per_step(last, "wire_bytes")),
+            "link_bytes_per_step": _median(_per_step(last, "link_bytes")),
+            **{key: _median(_each(last, key)) for key in _OF_LAST},
+            **{key: _median(_each(ended, key)) for key in _OF_END},
+            "step_seconds_quartiles": _over_seeds(
+                lambda known: [min(low for low, _ in known), max(high for _, high in known)],
+                _each(ended, "step_seconds_quartiles"),
+            ),
+            "mean_ratio": _mean(_each(ended, "mean_ratio")),
+            "plan_changes": _mean(_each(ended, "plan_changes")),
+            "final_metric_by_seed": metrics,
+            "final_metric_difference_by_seed": [
+                None if None in (metric, of_full) else metric - of_full
+                for metric, of_full in zip(metrics, full or [None] * len(metrics), strict=True)
+            ],
+            "utility": bars[bar] / time if bar is not None and time else None,  # UTIL 1
+            "utility_against": bar,
+            **{key: _median(_each(last, key)) for key in _OF_SHARDED if key in last[0]},
+            "timing_only": last[0]["timing_only"],
+            "metric_name": first["metric_name"],
+        }
+
+
+def _targets(
+    config: TrainConfig, runs: dict[str, list[list[Row]]]
+) -> tuple[list[float | None], str]:
+    """The target loss per seed, and its origin.
+
+    The target is the baseline's last loss plus the tolerance, or its loss at `target_at`, from the
+    same initial weights and batches. Without the fp32 method, the first is the baseline.
+    """
+    if config.target is not None:
+        return [config.target] * len(config.seeds), "given"
+    full = Baselines.of(config.sharded).full
+    baseline = full if full in runs else config.methods[0]
+    share, tolerance, origin = 1.0, TOLERANCE, baseline
+    if config.target_at is not None:
+        share, tolerance = config.target_at, 0.0
+        origin = f"{baseline} at {share:g} of its run"
+    losses = [
+        [row["loss"] for row in run if row["step"] <= share * run[-1]["step"]][-1]
+        for run in runs[baseline]
+    ]
+    if None in losses:
+        return [None] * len(losses), f"{baseline} (its loss was not finite)"
+    return [loss * (1 + tolerance) for loss in losses], origin
+
+
+def _time_to(target: float | None, run: list[Row]) -> float | None:
+    """The training time at the first evaluation that meets the target, not interpolated between
+    evaluations; None if it is never met, or the method is for timing only."""
+    for row in run:
+        if None not in (target, row["loss"]) and row["loss"] <= target and not row["timing_only"]:
+            return float(row["seconds"])
+    return None
+
+
+def _each(rows: list[Row], key: str) -> list[Any]:
+    return [row[key] for row in rows]
+
+
+def _per_step(last: list[Row], key: str) -> list[float | None]:
+    """What each run has of `key` per step; runs may differ in length."""
+    return [None if row[key] is None or not row["step"] else row[key] / row["step"] for row in last]
+
+
+def _over_seeds(of: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    """`of` the values; None if one is missing, so that a failed seed is visible."""
+    return of(values) if values and None not in values else None
+
+
+def _mean(values: list[Any]) -> Any:
+    return _over_seeds(statistics.mean, values)
+
+
+def _median(values: list[Any]) -> Any:
+    return _over_seeds(statistics.median, values)
