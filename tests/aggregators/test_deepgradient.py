@@ -4,7 +4,6 @@ what happens on one rank."""
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -107,23 +106,24 @@ def test_clipping_is_that_of_the_average_of_unlike_gradients() -> None:
         own = torch.cat([g.view(-1) for g in given]).norm()
         return [g * (norm if alike else norm * math.sqrt(ranks)) / own for g in given]
 
-    def averages(comm: Communicator, norm: float, clip: float, alike: bool) -> Tensors:
-        mine = Parameters(comm, shapes, Deep(1.0, momentum=0, clip=clip, values="fp32"))
-        found = mine.average(gradients(comm.rank, comm.world_size, norm, alike))
-        assert not any(kept.any() for kept in mine.states())
-        return found
+    def averages(given: list[Tensors], clip: float) -> Tensors:
+        aggregator = Deep(1.0, momentum=0, clip=clip, values="fp32")
+        found = averaged(shapes, aggregator, [given])
+        assert not any(kept.any() for ((_, residuals),) in found for kept in residuals)
+        first: Tensors = found[0][0][0]
+        return first
 
     for ranks, norm, clip in ((4, 2.0, 2.0), (4, 2.01, 2.0), (2, 3.0, 1.0), (1, 3.0, 1.0)):
-        (found, *_) = as_threads(ranks, partial(averages, norm=norm, clip=clip, alike=False))
-        of = zip(*(gradients(rank, ranks, norm, False) for rank in range(ranks)), strict=True)
+        given = [gradients(rank, ranks, norm, alike=False) for rank in range(ranks)]
+        found = averages(given, clip)
         expected = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        for p, each in zip(expected, of, strict=True):
+        for p, each in zip(expected, zip(*given, strict=True), strict=True):
             p.grad = torch.stack(each).mean(0)
         assert torch.nn.utils.clip_grad_norm_(expected, clip) == pytest.approx(norm)
         for p, average in zip(expected, found, strict=True):
             torch.testing.assert_close(average, p.grad)
     for norm, left in ((3.0, 3.0), (5.0, 4.0)):
-        (found, *_) = as_threads(4, partial(averages, norm=norm, clip=2.0, alike=True))
+        found = averages([gradients(rank, 4, norm, alike=True) for rank in range(4)], clip=2.0)
         assert torch.cat([a.view(-1) for a in found]).norm() == pytest.approx(left)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Parameters, Shape, averaged, drawn, sent_bytes
+from averaging import Shape, averaged, drawn, sent_bytes
 from gradwire.aggregators import (
     Compressed,
     ErrorFeedback,
@@ -18,10 +18,9 @@ from gradwire.aggregators import (
     registry,
 )
 from gradwire.codecs import MSTopK, RandomK
-from gradwire.engine import HEADER_BYTES, Communicator
+from gradwire.engine import HEADER_BYTES
 from gradwire.lang import layout
 from products import exhaustive
-from ranks import as_threads
 
 SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (700,), (0,), ()]
 
@@ -146,12 +145,8 @@ def test_random_k_is_unbiased_through_all_gather_by_name() -> None:
     made = registry.get("randomk:density=0.1:unbiased=true:algorithm=all_gather")
     assert made == Compressed(RandomK(0.1, unbiased=True), "all_gather")
     steps, (gradient,) = 200, drawn([(20, 30)], 0, 0)
-
-    def body(comm: Communicator) -> torch.Tensor:
-        mine = Parameters(comm, [(20, 30)], made)
-        return sum(mine.average([gradient])[0] for _ in range(steps)) / steps
-
-    mean = as_threads(2, body)[0]
+    found = averaged([(20, 30)], made, [[[gradient]] * 2] * steps)[0]
+    mean = sum(averages[0] for averages, _ in found) / steps
     deviation = gradient.abs() * math.sqrt(9 / steps)  # one of ten, times ten
     assert ((mean - gradient).abs() <= 5 * deviation + 1e-3 * gradient.abs()).all()
     assert made.payload_bytes((20, 30), torch.float32) == 2 * 60

@@ -379,34 +379,6 @@ def gathered(
         for due in gather.add(split, nbytes, number == len(buckets) - 1):
             scopes.append([buckets[s.bucket][at] for s in due for at in s.places])
     assert sorted(i for scope in scopes for i in scope) == list(range(len(SHAPES)))
+    of_model = {i for i, one in enumerate(aggregators) if one.scope == "model"}
+    assert set(scopes[-1]) == of_model
     return scopes
-
-
-@dataclass(frozen=True)
-class Whole(PowerSGD):
-    """PowerSGD over the whole model."""
-
-    scope = "model"
-
-
-@pytest.mark.parametrize(("ranks", "coalesce_bytes"), one_in(3, [(3, 2000), (2, 0), (2, 1 << 18)]))
-def test_a_model_at_once_gives_the_same_bits(ranks: int, coalesce_bytes: int) -> None:
-    """Buckets in any order; every second parameter waits for the whole model."""
-    inner: list[Aggregator] = [Whole(2), PowerSGD(2), ARTopK(0.1, scope="layer")]
-    aggregators = [ErrorFeedback(inner[i % 3]) for i in range(len(SHAPES))]
-    of_bucket = [ErrorFeedback(inner[i % 3 or 1]) for i in range(len(SHAPES))]
-
-    def body(comm: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-        found, apart = [], 0
-        for chosen in (aggregators, of_bucket):
-            mine, averages = Parameters(comm, SHAPES, chosen), []
-            for step in range(3):
-                scopes = gathered(cuts(step), chosen, coalesce_bytes)
-                averages += mine.average(drawn(SHAPES, comm.rank, step), scopes)
-                apart += sorted(scopes[-1]) == [0, 3, 6]
-            found.append([*averages, *mine.states()])
-        return found[0], found[1], apart
-
-    for model, bucket, apart in as_threads(ranks, body):
-        assert apart == 3
-        assert all(map(torch.equal, model, bucket))

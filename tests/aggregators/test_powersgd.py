@@ -134,13 +134,9 @@ def test_residuals_stay_small_where_ranks_see_unlike_data() -> None:
     own = [torch.outer(torch.randn(12, generator=made), torch.randn(20, generator=made))
            for _ in range(2)]  # fmt: skip
 
-    def body(comm: Communicator) -> float:
-        mine = Parameters(comm, [(12, 20), (30,)], ErrorFeedback(PowerSGD(2)))
-        for _ in range(100):
-            mine.average([own[comm.rank], torch.full((30,), float(comm.rank))])
-        return max(float(kept.norm()) for kept in mine.states())
-
-    assert max(as_threads(2, body)) < 1e-2 * float(own[0].norm())
+    data = [[mine, torch.full((30,), float(rank))] for rank, mine in enumerate(own)]
+    for mine in averaged([(12, 20), (30,)], ErrorFeedback(PowerSGD(2)), [data] * 100):
+        assert all(kept.norm() < 1e-2 * own[0].norm() for kept in mine[-1][1])
 
 
 def company(_: int, rank: int, feedback: bool) -> None:
@@ -181,14 +177,10 @@ def test_a_gradient_of_zeros_is_no_end() -> None:
     matrix = drawn([(12, 20)], 0, 0)[0]
     matrix = matrix[:, :2] @ matrix[:2]
 
-    def body(comm: Communicator) -> list[torch.Tensor]:
-        mine = Parameters(comm, [(12, 20)], ErrorFeedback(PowerSGD(2)))
-        gradients = [torch.zeros(12, 20), matrix, matrix, matrix]
-        return [mine.average([g])[0] for g in gradients]
-
-    zero, *_, last = as_threads(2, body)[0]
-    assert not zero.any()
-    torch.testing.assert_close(last, matrix, rtol=1e-2, atol=1e-2)
+    data = [[[gradient]] * 2 for gradient in (torch.zeros(12, 20), matrix, matrix, matrix)]
+    found = averaged([(12, 20)], ErrorFeedback(PowerSGD(2)), data)[0]
+    assert not found[0][0][0].any()
+    torch.testing.assert_close(found[-1][0][0], matrix, rtol=1e-2, atol=1e-2)
 
 
 def test_a_rank_above_a_matrix_is_dense_where_it_is_the_models() -> None:
@@ -225,22 +217,15 @@ def test_a_fresh_start_is_drawn_alike_and_anew() -> None:
     ranks, aggregator = 3, ErrorFeedback(PowerSGD(2, warm=False))
     assert list(aggregator.states((12, 20))) == ["residual"]
 
-    def body(comm: Communicator) -> list[Any]:
-        mine, found = Parameters(comm, [(12, 20)], aggregator), []
-        for _ in range(3):
-            before = mine.states()[0]
-            average = mine.average([torch.eye(12, 20) * (1 + comm.rank)])[0]
-            found.append((before, average, mine.states()[0]))
-        return found
-
-    found = as_threads(ranks, body)
+    given = [[torch.eye(12, 20) * (1 + rank)] for rank in range(ranks)]
+    found, before = averaged([(12, 20)], aggregator, [given] * 3), torch.zeros(12, 20)
     for step in range(3):
-        average = found[0][step][1]
-        assert all(torch.equal(mine[step][1], average) for mine in found)
+        average = found[0][step][0][0]
+        after = sum(mine[step][1][0].view(12, 20) for mine in found)
         gradients = torch.eye(12, 20) * sum(range(1, ranks + 1))
-        before, after = (sum(mine[step][i].view(12, 20) for mine in found) for i in (0, 2))
         torch.testing.assert_close(gradients + before, ranks * average + after)
-    spaces = [mine[1].svd().U[:, :2] for mine in found[0]]
+        before = after
+    spaces = [averages[0].svd().U[:, :2] for averages, _ in found[0]]
     assert (spaces[0].T @ spaces[1]).svd().S.min() < 0.99
 
 
@@ -276,26 +261,15 @@ def test_ranks_with_and_without_a_compiler_agree(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(powersgd, "lowrank", either)
 
-    def body(comm: Communicator) -> list[torch.Tensor]:
-        mine, found = Parameters(comm, MATRICES, ErrorFeedback(PowerSGD(3))), []
-        for step in range(4):
-            found += mine.average(drawn(MATRICES, comm.rank, step))
-        return [*found, *(basis for basis in mine.bases() if basis is not None)]
-
-    first, *others = as_threads(3, body)
+    data = [[drawn(MATRICES, rank, step) for rank in range(3)] for step in range(4)]
+    first, *others = averaged(MATRICES, ErrorFeedback(PowerSGD(3)), data, "basis")
     for other in others:
-        assert all(map(torch.equal, first, other))
+        assert all(map(torch.equal, first[-1][2], other[-1][2]))
 
 
 def test_a_missing_compiler_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowrank, "_missing", lambda: "no compiler, for a test of PowerSGD")
-    shapes: list[Shape] = [(12, 20)]
-
-    def body(comm: Communicator) -> list[torch.Tensor]:
-        mine = Parameters(comm, shapes, ErrorFeedback(PowerSGD(2)))
-        return mine.average(drawn(shapes, comm.rank, 0)) + mine.average(drawn(shapes, comm.rank, 1))
-
+    data = [[drawn([(12, 20)], rank, step) for rank in range(2)] for step in range(2)]
     with pytest.warns(RuntimeWarning, match="no compiler, for a test of PowerSGD") as told:
-        first, other = as_threads(2, body)
+        averaged([(12, 20)], ErrorFeedback(PowerSGD(2)), data)
     assert len(told) == 1
-    assert all(map(torch.equal, first, other))

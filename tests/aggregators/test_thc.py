@@ -228,13 +228,9 @@ def heavy(shape: Shape, rank: int, step: int = 0) -> torch.Tensor:
 
 def error_of(aggregator: Aggregator, ranks: int = 4) -> float:
     """NMSE of one average of heavy gradients."""
-    shape = (300, 400)
-
-    def body(comm: Communicator) -> torch.Tensor:
-        return Parameters(comm, [shape], aggregator).average([heavy(shape, comm.rank)])[0]
-
-    mean = sum(heavy(shape, rank).double() for rank in range(ranks)) / ranks
-    average = as_threads(ranks, body)[0].double()
+    given = [[heavy((300, 400), rank)] for rank in range(ranks)]
+    mean = sum(mine[0].double() for mine in given) / ranks
+    average = averaged([(300, 400)], aggregator, [given])[0][0][0][0].double()
     return float((average - mean).square().sum() / mean.square().sum())
 
 

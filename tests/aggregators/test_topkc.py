@@ -97,24 +97,23 @@ def test_beyond_the_range_of_squares_nothing_is_lost() -> None:
     """Small values wait if they lose digits. Values that fp16 cannot hold at the range's last scale
     are Inf on all ranks, and residuals stay clean."""
 
-    def body(comm: Communicator) -> list[tuple[torch.Tensor, ...]]:
-        found = []
-        for scale in (2.0**-95, 2.0**-80, 2.0**70, 2.0**110):
-            mine = Parameters(comm, [(40, 50)], ErrorFeedback(TopKC(8, 16, scope="layer")))
-            given = drawn([(40, 50)], comm.rank, 0)[0] * scale
-            average = mine.average([given])[0]
-            found.append(tuple(t.view(-1) / scale for t in (given, average, mine.states()[0])))
-        return found
+    aggregator, ranks, shapes = ErrorFeedback(TopKC(8, 16, scope="layer")), 2, [(40, 50)]
+    for scale, fits in ((2.0**-95, True), (2.0**-80, True), (2.0**70, False), (2.0**110, False)):
 
-    ranks = 2
-    for at, rows in enumerate(zip(*as_threads(ranks, body), strict=True)):
-        given, averages, kept = (torch.stack(of).double() for of in zip(*rows, strict=True))
-        assert averages.any()
+        def body(comm: Communicator, scale: float = scale) -> tuple[torch.Tensor, torch.Tensor]:
+            mine = Parameters(comm, shapes, aggregator)
+            average = mine.average([drawn(shapes, comm.rank, 0)[0] * scale])[0]
+            return average.view(-1).double() / scale, mine.states()[0].double() / scale
+
+        given = sum(drawn(shapes, rank, 0)[0].view(-1).double() for rank in range(ranks))
+        found = as_threads(ranks, body)
+        kept = sum(left for _, left in found)
         assert kept.isfinite().all()
-        if at >= 2:
-            assert not any(rank.isfinite().all() for rank in averages)
-            continue
-        torch.testing.assert_close(averages.sum(0) + kept.sum(0), given.sum(0), rtol=0, atol=1e-5)
+        for average, _ in found:
+            assert average.any()
+            assert bool(average.isfinite().all()) is fits
+            if fits:
+                torch.testing.assert_close(ranks * average + kept, given, rtol=0, atol=1e-5)
 
 
 def test_chunks_are_in_the_order_of_summed_squares() -> None:
@@ -122,22 +121,16 @@ def test_chunks_are_in_the_order_of_summed_squares() -> None:
     random ones, none is left whose sum is 1.6 % larger than that of one that is picked."""
     chunk, count, ranks = 16, 400, 3
 
-    def given(rank: int) -> torch.Tensor:
-        size = drawn([(count, 1)], rank, 0)[0].exp()
-        values = size * drawn([(count, chunk)], rank, 1)[0]
-        return values.view(-1)
-
-    def body(comm: Communicator) -> list[torch.Tensor]:
+    data = []
+    for rank in range(ranks):
         pair = torch.zeros(2, chunk)
-        pair[0, 0], pair[1, 1] = (3.0, 2.0) if comm.rank == 0 else (0.0, 2.0 * (comm.rank == 1))
-        mine = Parameters(
-            comm, [(2 * chunk,), (chunk * count,)], ErrorFeedback(TopKC(9, chunk, scope="layer"))
-        )
-        return mine.average([pair.view(-1), given(comm.rank)])
-
-    pair, average = as_threads(ranks, body)[0]
+        pair[0, 0], pair[1, 1] = (3.0, 2.0) if rank == 0 else (0.0, 2.0 * (rank == 1))
+        size = drawn([(count, 1)], rank, 0)[0].exp()
+        data.append([pair.view(-1), (size * drawn([(count, chunk)], rank, 1)[0]).view(-1)])
+    aggregator = ErrorFeedback(TopKC(9, chunk, scope="layer"))
+    pair, average = averaged([(2 * chunk,), (chunk * count,)], aggregator, [data])[0][0][0]
     assert pair.nonzero().tolist() == [[0]]
-    total = sum(given(r).double().view(count, chunk).square().sum(1) for r in range(ranks))
+    total = sum(mine[1].double().view(count, chunk).square().sum(1) for mine in data)
     picked = average.view(count, chunk).any(1)
     assert 0 < int(picked.sum()) < count
     assert total[~picked].max() <= 1.016 * total[picked].min()
@@ -145,17 +138,14 @@ def test_chunks_are_in_the_order_of_summed_squares() -> None:
 
 def test_fp16_gradients_near_the_largest() -> None:
     """They neither overflow on the wire nor in the average, which saturates."""
-
-    def body(comm: Communicator) -> None:
-        mine = Parameters(comm, [(40, 40)], ErrorFeedback(TopKC(2, 16, scope="layer")))
-        for step in range(20):
-            given = [g.clamp(-1, 1) * 60000 for g in drawn([(40, 40)], comm.rank, step)]
-            average = mine.average([g.half() for g in given])[0]
-            assert average.isfinite().all()
-            assert mine.states()[0].isfinite().all()
-        assert average.abs().max() == 65504  # of a chunk that has waited
-
-    as_threads(3, body)
+    shapes: list[Shape] = [(40, 40)]
+    data = [
+        [[(g.clamp(-1, 1) * 60000).half() for g in drawn(shapes, rank, step)] for rank in range(3)]
+        for step in range(20)
+    ]
+    for mine in averaged(shapes, ErrorFeedback(TopKC(2, 16, scope="layer")), data):
+        assert all(t[0].isfinite().all() for step in mine for t in step)
+        assert mine[-1][0][0].abs().max() == 65504  # of a chunk that has waited
 
 
 @pytest.mark.parametrize(
@@ -205,56 +195,38 @@ def test_bytes_of_a_whole_model() -> None:
 def test_of_a_whole_model_the_largest_parameter_sends_most(ranks: int, dtype: torch.dtype) -> None:
     """Permuted or not; without error feedback too; and no average has values of another one."""
     shapes: list[Shape] = [(50, 20), (3,), (50, 20), (0,), (50, 21)]
-
-    def body(comm: Communicator) -> None:
-        for permuted, feedback in product([False, True], [False, True]):
-            inner = TopKC(2, 16, permuted=permuted, scope="model")
-            mine = Parameters(comm, shapes, ErrorFeedback(inner) if feedback else inner)
-            given = [drawn(shapes, r, 0, dtype) for r in range(ranks)]
-            for gradients in given:
-                gradients[2] *= 100
-            averages = mine.average(given[comm.rank])
-            counts = [int(a.count_nonzero()) for a in averages]
-            # Values are permuted over all parameters, a third of which are large.
-            assert permuted or counts[2] == sum(counts) > 0
-            assert permuted == (counts[0] > 0)
-            for at, average in enumerate(averages):
-                mean = torch.stack([mine[at] for mine in given]).double().mean(0)
-                off = (average.double() - mean)[average != 0].abs().max() if counts[at] else 0.0
-                assert off <= 0.01 * (100 if at == 2 else 1)
-
-    as_threads(ranks, body)
+    given = [drawn(shapes, rank, 0, dtype) for rank in range(ranks)]
+    for gradients in given:
+        gradients[2] *= 100
+    for permuted, feedback in product([False, True], [False, True]):
+        inner = TopKC(2, 16, permuted=permuted, scope="model")
+        averages = averaged(shapes, ErrorFeedback(inner) if feedback else inner, [given])[0][0][0]
+        counts = [int(a.count_nonzero()) for a in averages]
+        # Values are permuted over all parameters, a third of which are large.
+        assert permuted or counts[2] == sum(counts) > 0
+        assert permuted == (counts[0] > 0)
+        for at, average in enumerate(averages):
+            mean = torch.stack([mine[at] for mine in given]).double().mean(0)
+            off = (average.double() - mean)[average != 0].abs().max() if counts[at] else 0.0
+            assert off <= 0.01 * (100 if at == 2 else 1)
 
 
 def test_permuting_loses_what_neighbours_share() -> None:
     """Large values in runs, as rows of a matrix have: the error of all but J chunks grows when
     values are permuted, in each step otherwise, and the same on every rank."""
-    shape = (100, 128)
-
-    def given(rank: int, step: int) -> list[torch.Tensor]:
-        size = torch.randn(100, 1, generator=torch.Generator().manual_seed(7)).exp().square()
-        return [g * size for g in drawn([shape], rank, step)]
-
-    def body(comm: Communicator) -> list[float]:
-        errors = []
-        for permuted in (False, True):
-            inner = TopKC(2, 64, permuted=permuted, scope="layer")
-            mine = Parameters(comm, [shape], ErrorFeedback(inner))
-            average = mine.average(given(comm.rank, 0))[0]
-            mean = sum(given(r, 0)[0] for r in range(3)) / 3
-            errors.append(float((average - mean).square().sum() / mean.square().sum()))
-            kept = [mine.states()[0]]
-            places = [average != 0]
-            places.append(mine.average(given(comm.rank, 1))[0] != 0)
-            assert kept[0].any()
-            assert not torch.equal(*places)
-        return errors
-
-    found = as_threads(3, body)
-    assert found[0] == found[1] == found[2]
-    plain, permuted = found[0]
-    assert plain < 0.2
-    assert permuted > 0.6
+    shapes: list[Shape] = [(100, 128)]
+    size = torch.randn(100, 1, generator=torch.Generator().manual_seed(7)).exp().square()
+    data = [[[drawn(shapes, r, step)[0] * size] for r in range(3)] for step in range(2)]
+    mean, errors = sum(mine[0] for mine in data[0]) / 3, []
+    for permuted in (False, True):
+        aggregator = ErrorFeedback(TopKC(2, 64, permuted=permuted, scope="layer"))
+        found = averaged(shapes, aggregator, data)
+        (average,), (second,) = (found[0][step][0] for step in range(2))
+        errors.append(float((average - mean).square().sum() / mean.square().sum()))
+        assert all(mine[0][1][0].any() for mine in found)
+        assert not torch.equal(average != 0, second != 0)
+    assert errors[0] < 0.2
+    assert errors[1] > 0.6
 
 
 def test_of_equal_sizes_the_lowest_come_first() -> None:

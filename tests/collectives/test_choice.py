@@ -156,21 +156,36 @@ def test_attach_takes_every_algorithm() -> None:
         assert sums == pytest.approx(first["all_gather"], rel=0.02)
 
 
-def test_where_partial_sums_of_fp16_saturate() -> None:
-    """docs/reference/algorithms.md: finite everywhere, and exact where no partial sum travels in
-    fp16."""
-    ways = {"sra": 40000.0, "parameter_server": 40000.0, "all_gather": 40000.0, "ring": 26368.0}
+def test_where_partial_sums_of_fp16_overflow_or_saturate() -> None:
+    """docs/reference/algorithms.md: they overflow as torch's; with a residual they are finite
+    everywhere, and exact where no partial sum travels in fp16."""
+    ways = [
+        ("sum", "sra", False, torch.inf),
+        ("sum", "ring", False, torch.inf),
+        ("avg", "sra", False, 40000.0),
+        ("avg", "ring", False, torch.inf),
+        ("avg", "sra", True, 40000.0),
+        ("avg", "parameter_server", True, 40000.0),
+        ("avg", "all_gather", True, 40000.0),
+        ("avg", "ring", True, 26368.0),
+    ]
 
     def body(comm: Communicator) -> list[tuple[float, float]]:
         found = []
-        for algorithm in ways:
+        for op, algorithm, fed, _ in ways:
             x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)
-            options = Options(algorithm=algorithm)
-            all_reduce(x, "identity", op="avg", group=comm, residual=residual, options=options)
+            all_reduce(
+                x,
+                "identity",
+                op=op,
+                group=comm,
+                residual=residual if fed else None,
+                options=Options(algorithm=algorithm),
+            )
             found.append((float(x[0]), float(residual[0])))
         return found
 
-    results = as_threads(4, body)
-    for i, (algorithm, average) in enumerate(ways.items()):
-        assert all(rank[i][0] == average for rank in results), algorithm
-        assert average + sum(rank[i][1] for rank in results) / 4 == 40000.0, algorithm
+    for way, *ranks in zip(ways, *as_threads(4, body), strict=True):
+        _, _, fed, expected = way
+        assert all(result == expected for result, _ in ranks), way
+        assert not fed or expected + sum(left for _, left in ranks) / 4 == 40000.0, way
