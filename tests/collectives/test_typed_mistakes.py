@@ -105,7 +105,8 @@ MISTAKES: list[tuple[Call, str]] = [
     *(
         (on(function, *given, None, op=op), text)
         for op, text in [
-            *((name, f"op={name!r}: use one of sum, avg, min, max") for name in ("SUM", "mean")),
+            ("mean", "op='mean': use one of sum, avg, min, max"),
+            ("SUM", "op='SUM': did you mean 'sum'? Else use one of sum, avg, min, max"),
             *((other, "avg") for other in (ReduceOp.PRODUCT, ReduceOp.BAND, None, 3)),
         ]
         for function, given in ((gw.all_reduce, [X(4)]), (gw.reduce_scatter, [X(4), X(8)]))
