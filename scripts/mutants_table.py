@@ -47,7 +47,7 @@ MUTANTS = (
         "lang/emit/c_blocks.py",
         "        for inner in step.body:",
         '        for inner in step.body if self.program.form != "decode_sum" else ():',
-        ("collectives/test_shards.py",),
+        ("collectives/test_typed.py",),
     ),
     Mutant(
         "c_sum_omits_a_rank", "the last rank is not summed",

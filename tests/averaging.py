@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -13,8 +14,26 @@ from gradwire.aggregators import Aggregator, Attached, Observation, Rounds
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.lang import rng
 from gradwire.partition import rotation
+from ranks import as_threads
 
 Shape = tuple[int, ...]
+
+
+def started(
+    owner: Owner,
+    members: Sequence[Attached],
+    gradients: Sequence[torch.Tensor],
+    options: Options = Options(),  # noqa: B008
+    observe: Callable[[Observation], None] | None = None,
+) -> Future[list[Outcome]]:
+    """Start one scope, which replaces the gradients by their averages."""
+    ended: Future[list[Outcome]] = Future()
+
+    def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+        ended.set_result(outcomes) if error is None else ended.set_exception(error)
+
+    Rounds(owner, members, gradients, options, done, observe).start()
+    return ended
 
 
 class Parameters:
@@ -65,35 +84,21 @@ class Parameters:
             # In one buffer, as in DDP.
             bucket = torch.cat([gradients[i].detach().reshape(-1) for i in places])
             flat = list(bucket.split([gradients[i].numel() for i in places]))
-            self._run([self.members[i] for i in places], flat, observe)
+            members = [self.members[i] for i in places]
+            running = started(self.owner, members, flat, self.options, observe)
+            self.outcomes.append(running.result(30))
             for i, average in zip(places, flat, strict=True):
                 averages[i] = average.view(gradients[i].shape)
         return averages
-
-    def _run(
-        self,
-        members: Sequence[Attached],
-        gradients: Sequence[torch.Tensor],
-        observe: Callable[[Observation], None] | None,
-    ) -> None:
-        ended = threading.Event()
-        errors: list[BaseException] = []
-
-        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
-            self.outcomes.append(outcomes)
-            if error is not None:
-                errors.append(error)
-            ended.set()
-
-        Rounds(self.owner, members, gradients, self.options, done, observe).start()
-        assert ended.wait(30), "hangs"
-        if errors:
-            raise errors[0]
 
     def bases(self) -> list[torch.Tensor | None]:
         """PowerSGD's bases; None for parameters that it does not compress."""
         kept = [m.state.get("basis") for m in self.members]
         return [None if basis is None else basis.clone() for basis in kept]
+
+    def kept(self) -> list[dict[str, torch.Tensor]]:
+        """All states of each parameter."""
+        return [{key: t.clone() for key, t in m.state.items()} for m in self.members]
 
     def states(self, name: str = "residual") -> list[torch.Tensor]:
         """A state of each parameter; zeros before the first step."""
@@ -109,3 +114,47 @@ def drawn(
     """Gradients of a rank in a step."""
     made = torch.Generator().manual_seed(1 + 1000 * step + rank)
     return [torch.randn(shape, generator=made).to(dtype) for shape in shapes]
+
+
+def averaged(
+    shapes: Sequence[Shape],
+    aggregators: Aggregator | Sequence[Aggregator],
+    data: Sequence[Sequence[Sequence[torch.Tensor]]],
+    *names: str,
+) -> list[list[list[Any]]]:
+    """Steps with the gradients data[step][rank][parameter].
+
+    Returns:
+        found[rank][step]: the averages, which all ranks have alike; residuals; further states.
+    """
+
+    def body(comm: Communicator) -> list[list[Any]]:
+        mine, found = Parameters(comm, shapes, aggregators), []
+        for given in data:
+            averages = mine.average(given[comm.rank])
+            found.append([averages, *(mine.states(name) for name in ("residual", *names))])
+        return found
+
+    found = as_threads(len(data[0]), body)
+    for mine in found:
+        for step, (averages, *_) in enumerate(mine):
+            assert all(map(torch.equal, averages, found[0][step][0])), f"step {step}"
+    return found
+
+
+def sent_bytes(
+    ranks: int,
+    shapes: Sequence[Shape],
+    aggregators: Aggregator | Sequence[Aggregator],
+    steps: int = 1,
+) -> list[list[int]]:
+    """The bytes that all ranks send, by step and round."""
+
+    def body(comm: Communicator) -> list[list[int]]:
+        mine = Parameters(comm, shapes, aggregators)
+        for step in range(steps):
+            mine.average(drawn(shapes, comm.rank, step))
+        return [[outcome.wire_bytes for outcome in outcomes] for outcomes in mine.outcomes]
+
+    found = as_threads(ranks, body)
+    return [[sum(sent) for sent in zip(*of, strict=True)] for of in zip(*found, strict=True)]

@@ -238,17 +238,6 @@ def test_what_is_owed_to_one_rank_alone_comes_with_its_next_gradient() -> None:
     as_threads(1, body)
 
 
-def test_a_state_that_cannot_move_is_refused_where_it_is_declared() -> None:
-    with pytest.raises(gw.ConfigError, match="has no mean"):
-        StateSpec((3,), torch.int64)
-    with pytest.raises(gw.ConfigError, match="no dim 1"):
-        StateSpec((3,), kind="sharded", dim=1)
-    with pytest.raises(gw.ConfigError, match="'shared'"):
-        StateSpec((3,), kind="shared")
-    with pytest.raises(gw.ConfigError, match="'ones'"):
-        StateSpec((3,), start="ones")
-
-
 def test_a_shard_of_another_size_is_refused() -> None:
     states = states_after("smoothed", 3)
     states[1]["aggregators"]["p0"]["memory"] = torch.zeros(3, 30)

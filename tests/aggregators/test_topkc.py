@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import gradwire as gw
-from averaging import Parameters, Shape, drawn
+from averaging import Parameters, Shape, averaged, drawn, sent_bytes
 from gradwire.aggregators import ErrorFeedback, TopKC
 from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
 from gradwire.engine import HEADER_BYTES, Communicator
@@ -80,18 +79,12 @@ def test_it_is_the_papers(
     bits, chunk = options
     aggregator = TopKC(bits, chunk, values="fp32", scope=scope)
     data = [[drawn(SHAPES, r, step, dtype) for r in range(ranks)] for step in range(4)]
-
-    def body(comm: Communicator) -> list[Any]:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(aggregator))
-        return [(mine.average(given[comm.rank]), mine.states()) for given in data]
-
-    found = as_threads(ranks, body)
+    found = averaged(SHAPES, ErrorFeedback(aggregator), data)
     reference = Reference(bits, chunk, ranks, scope)
     eps = max(torch.finfo(dtype).eps, 3e-6)
     for step, given in enumerate(data):
         for at, expected in enumerate(reference.step(given)):
             average = found[0][step][0][at].view(-1)
-            assert all(torch.equal(mine[step][0][at].view(-1), average) for mine in found)
             assert torch.equal(average != 0, expected != 0), "other chunks"
             torch.testing.assert_close(average.double(), expected, rtol=eps, atol=eps)
             for mine, kept in zip(found, reference.residuals, strict=True):
@@ -100,52 +93,27 @@ def test_it_is_the_papers(
                 torch.testing.assert_close(mine[step][1][at].double(), kept[at], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "sra"), (3, "ring")])
-def test_no_scale_is_too_large_or_too_small(ranks: int, algorithm: str) -> None:
-    """A GradScaler's scale, a power of two, changes nothing but the scale: no square vanishes or
-    overflows, and no fp16 value does."""
-
-    def body(comm: Communicator) -> list[list[torch.Tensor]]:
-        found = []
-        for scale in (1.0, 2.0**-60, 2.0**-20, 2.0**17, 2.0**48):
-            mine = Parameters(
-                comm, SHAPES, ErrorFeedback(TopKC(8, 16, scope="layer")), algorithm=algorithm
-            )
-            averages = []
-            for step in range(3):
-                given = [g * scale for g in drawn(SHAPES, comm.rank, step)]
-                averages += mine.average(given)
-            found.append([t / scale for t in [*averages, *mine.states()]])
-        return found
-
-    for plain, *others in as_threads(ranks, body):
-        assert any(t.any() for t in plain)
-        for scaled in others:
-            assert all(map(torch.equal, plain, scaled))
-
-
 def test_beyond_the_range_of_squares_nothing_is_lost() -> None:
     """Small values wait if they lose digits. Values that fp16 cannot hold at the range's last scale
     are Inf on all ranks, and residuals stay clean."""
 
-    def body(comm: Communicator) -> list[tuple[torch.Tensor, ...]]:
-        found = []
-        for scale in (2.0**-95, 2.0**-80, 2.0**70, 2.0**110):
-            mine = Parameters(comm, [(40, 50)], ErrorFeedback(TopKC(8, 16, scope="layer")))
-            given = drawn([(40, 50)], comm.rank, 0)[0] * scale
-            average = mine.average([given])[0]
-            found.append(tuple(t.view(-1) / scale for t in (given, average, mine.states()[0])))
-        return found
+    aggregator, ranks, shapes = ErrorFeedback(TopKC(8, 16, scope="layer")), 2, [(40, 50)]
+    for scale, fits in ((2.0**-95, True), (2.0**-80, True), (2.0**70, False), (2.0**110, False)):
 
-    ranks = 2
-    for at, rows in enumerate(zip(*as_threads(ranks, body), strict=True)):
-        given, averages, kept = (torch.stack(of).double() for of in zip(*rows, strict=True))
-        assert averages.any()
+        def body(comm: Communicator, scale: float = scale) -> tuple[torch.Tensor, torch.Tensor]:
+            mine = Parameters(comm, shapes, aggregator)
+            average = mine.average([drawn(shapes, comm.rank, 0)[0] * scale])[0]
+            return average.view(-1).double() / scale, mine.states()[0].double() / scale
+
+        given = sum(drawn(shapes, rank, 0)[0].view(-1).double() for rank in range(ranks))
+        found = as_threads(ranks, body)
+        kept = sum(left for _, left in found)
         assert kept.isfinite().all()
-        if at >= 2:
-            assert not any(rank.isfinite().all() for rank in averages)
-            continue
-        torch.testing.assert_close(averages.sum(0) + kept.sum(0), given.sum(0), rtol=0, atol=1e-5)
+        for average, _ in found:
+            assert average.any()
+            assert bool(average.isfinite().all()) is fits
+            if fits:
+                torch.testing.assert_close(ranks * average + kept, given, rtol=0, atol=1e-5)
 
 
 def test_chunks_are_in_the_order_of_summed_squares() -> None:
@@ -153,22 +121,16 @@ def test_chunks_are_in_the_order_of_summed_squares() -> None:
     random ones, none is left whose sum is 1.6 % larger than that of one that is picked."""
     chunk, count, ranks = 16, 400, 3
 
-    def given(rank: int) -> torch.Tensor:
-        size = drawn([(count, 1)], rank, 0)[0].exp()
-        values = size * drawn([(count, chunk)], rank, 1)[0]
-        return values.view(-1)
-
-    def body(comm: Communicator) -> list[torch.Tensor]:
+    data = []
+    for rank in range(ranks):
         pair = torch.zeros(2, chunk)
-        pair[0, 0], pair[1, 1] = (3.0, 2.0) if comm.rank == 0 else (0.0, 2.0 * (comm.rank == 1))
-        mine = Parameters(
-            comm, [(2 * chunk,), (chunk * count,)], ErrorFeedback(TopKC(9, chunk, scope="layer"))
-        )
-        return mine.average([pair.view(-1), given(comm.rank)])
-
-    pair, average = as_threads(ranks, body)[0]
+        pair[0, 0], pair[1, 1] = (3.0, 2.0) if rank == 0 else (0.0, 2.0 * (rank == 1))
+        size = drawn([(count, 1)], rank, 0)[0].exp()
+        data.append([pair.view(-1), (size * drawn([(count, chunk)], rank, 1)[0]).view(-1)])
+    aggregator = ErrorFeedback(TopKC(9, chunk, scope="layer"))
+    pair, average = averaged([(2 * chunk,), (chunk * count,)], aggregator, [data])[0][0][0]
     assert pair.nonzero().tolist() == [[0]]
-    total = sum(given(r).double().view(count, chunk).square().sum(1) for r in range(ranks))
+    total = sum(mine[1].double().view(count, chunk).square().sum(1) for mine in data)
     picked = average.view(count, chunk).any(1)
     assert 0 < int(picked.sum()) < count
     assert total[~picked].max() <= 1.016 * total[picked].min()
@@ -176,17 +138,14 @@ def test_chunks_are_in_the_order_of_summed_squares() -> None:
 
 def test_fp16_gradients_near_the_largest() -> None:
     """They neither overflow on the wire nor in the average, which saturates."""
-
-    def body(comm: Communicator) -> None:
-        mine = Parameters(comm, [(40, 40)], ErrorFeedback(TopKC(2, 16, scope="layer")))
-        for step in range(20):
-            given = [g.clamp(-1, 1) * 60000 for g in drawn([(40, 40)], comm.rank, step)]
-            average = mine.average([g.half() for g in given])[0]
-            assert average.isfinite().all()
-            assert mine.states()[0].isfinite().all()
-        assert average.abs().max() == 65504  # of a chunk that has waited
-
-    as_threads(3, body)
+    shapes: list[Shape] = [(40, 40)]
+    data = [
+        [[(g.clamp(-1, 1) * 60000).half() for g in drawn(shapes, rank, step)] for rank in range(3)]
+        for step in range(20)
+    ]
+    for mine in averaged(shapes, ErrorFeedback(TopKC(2, 16, scope="layer")), data):
+        assert all(t[0].isfinite().all() for step in mine for t in step)
+        assert mine[-1][0][0].abs().max() == 65504  # of a chunk that has waited
 
 
 @pytest.mark.parametrize(
@@ -202,13 +161,6 @@ def test_bytes_are_those_of_the_formula(ranks: int, options: tuple[Any, ...]) ->
     """Norms and chosen values, each all-reduced in chunks of whole blocks of 1024."""
     shape, numel = (640, 128), 81920
     aggregator = TopKC(*options, scope="layer")
-
-    def body(comm: Communicator) -> list[int]:
-        mine = Parameters(comm, [shape], ErrorFeedback(aggregator))
-        mine.average(drawn([shape], comm.rank, 0))
-        return [o.wire_bytes for o in mine.outcomes[0]]
-
-    found = as_threads(ranks, body)
     chunks, sent = aggregator.cut(numel)
     nbytes = 2 * chunks, aggregator.width * sent * aggregator.size
     assert aggregator.payload_bytes(shape, torch.float32) == sum(nbytes)
@@ -219,7 +171,7 @@ def test_bytes_are_those_of_the_formula(ranks: int, options: tuple[Any, ...]) ->
         2 * (ranks - 1) * (n + min(ranks, -(-length // 1024)) * HEADER_BYTES)
         for n, length in zip(nbytes, lengths, strict=True)
     ]
-    assert [sum(of) for of in zip(*found, strict=True)] == expected
+    assert sent_bytes(ranks, [shape], ErrorFeedback(aggregator)) == [expected]
 
 
 def test_bytes_of_a_whole_model() -> None:
@@ -228,20 +180,13 @@ def test_bytes_of_a_whole_model() -> None:
     shapes: list[Shape] = [(640, 128), (100,), (26, 31), ()]
     aggregator = TopKC(2, 64)
     numels = [math.prod(shape) for shape in shapes]
-
-    def body(comm: Communicator) -> list[int]:
-        mine = Parameters(comm, shapes, ErrorFeedback(aggregator))
-        mine.average(drawn(shapes, comm.rank, 0))
-        return [o.wire_bytes for o in mine.outcomes[0]]
-
-    found = as_threads(ranks, body)
     chunks, sent = 1280 + 2 + 13 + 1, (sum(numels) * 2 // 8 - 2 * 1296) // (2 * 64)
     assert aggregator.cut(*numels) == (chunks, sent)
     expected = [
         2 * (ranks - 1) * (2 * n + min(ranks, -(-n // 1024)) * HEADER_BYTES)
         for n in (chunks, 64 * sent)
     ]
-    assert [sum(of) for of in zip(*found, strict=True)] == expected
+    assert sent_bytes(ranks, shapes, ErrorFeedback(aggregator)) == [expected]
     shares = sum(aggregator.payload_bytes(shape, torch.float32) for shape in shapes)
     assert 0 <= shares - 2 * chunks - 128 * sent < 128 + len(shapes)
 
@@ -250,87 +195,38 @@ def test_bytes_of_a_whole_model() -> None:
 def test_of_a_whole_model_the_largest_parameter_sends_most(ranks: int, dtype: torch.dtype) -> None:
     """Permuted or not; without error feedback too; and no average has values of another one."""
     shapes: list[Shape] = [(50, 20), (3,), (50, 20), (0,), (50, 21)]
-
-    def body(comm: Communicator) -> None:
-        for permuted, feedback in product([False, True], [False, True]):
-            inner = TopKC(2, 16, permuted=permuted, scope="model")
-            mine = Parameters(comm, shapes, ErrorFeedback(inner) if feedback else inner)
-            given = [drawn(shapes, r, 0, dtype) for r in range(ranks)]
-            for gradients in given:
-                gradients[2] *= 100
-            averages = mine.average(given[comm.rank])
-            counts = [int(a.count_nonzero()) for a in averages]
-            # Values are permuted over all parameters, a third of which are large.
-            assert permuted or counts[2] == sum(counts) > 0
-            assert permuted == (counts[0] > 0)
-            for at, average in enumerate(averages):
-                mean = torch.stack([mine[at] for mine in given]).double().mean(0)
-                off = (average.double() - mean)[average != 0].abs().max() if counts[at] else 0.0
-                assert off <= 0.01 * (100 if at == 2 else 1)
-
-    as_threads(ranks, body)
-
-
-@pytest.mark.parametrize(
-    ("sick", "dtype", "bad"),
-    [(0, torch.float32, torch.nan), (2, torch.float16, torch.inf), (2, torch.bfloat16, -torch.inf)],
-)
-def test_what_is_not_finite_travels_and_leaves_state_as_it_was(
-    sick: int, dtype: torch.dtype, bad: float
-) -> None:
-    """At one place, in a ragged last chunk, and everywhere: more chunks than are sent."""
-
-    def body(comm: Communicator) -> None:
-        for permuted in (False, True):
-            inner = TopKC(4, 16, permuted=permuted, scope="layer")
-            mine = Parameters(comm, SHAPES, ErrorFeedback(inner))
-            for step in range(2):
-                mine.average(drawn(SHAPES, comm.rank, step, dtype))
-            before, gradients = mine.states(), drawn(SHAPES, comm.rank, 2, dtype)
-            if comm.rank == sick:
-                gradients[0][3, 4] = bad
-                gradients[4][-1] = bad
-                gradients[5].fill_(bad)
-            averages = mine.average(gradients)
-            after = mine.states()
-            for at in (0, 4, 5):
-                assert not averages[at].isfinite().all()
-                assert torch.equal(before[at], after[at])
-            assert all(averages[at].isfinite().all() for at in (1, 2, 3, 6, 7, 8))
-            assert not torch.equal(before[8], after[8])
-
-    as_threads(3, body)
+    given = [drawn(shapes, rank, 0, dtype) for rank in range(ranks)]
+    for gradients in given:
+        gradients[2] *= 100
+    for permuted, feedback in product([False, True], [False, True]):
+        inner = TopKC(2, 16, permuted=permuted, scope="model")
+        averages = averaged(shapes, ErrorFeedback(inner) if feedback else inner, [given])[0][0][0]
+        counts = [int(a.count_nonzero()) for a in averages]
+        # Values are permuted over all parameters, a third of which are large.
+        assert permuted or counts[2] == sum(counts) > 0
+        assert permuted == (counts[0] > 0)
+        for at, average in enumerate(averages):
+            mean = torch.stack([mine[at] for mine in given]).double().mean(0)
+            off = (average.double() - mean)[average != 0].abs().max() if counts[at] else 0.0
+            assert off <= 0.01 * (100 if at == 2 else 1)
 
 
 def test_permuting_loses_what_neighbours_share() -> None:
     """Large values in runs, as rows of a matrix have: the error of all but J chunks grows when
     values are permuted, in each step otherwise, and the same on every rank."""
-    shape = (100, 128)
-
-    def given(rank: int, step: int) -> list[torch.Tensor]:
-        size = torch.randn(100, 1, generator=torch.Generator().manual_seed(7)).exp().square()
-        return [g * size for g in drawn([shape], rank, step)]
-
-    def body(comm: Communicator) -> list[float]:
-        errors = []
-        for permuted in (False, True):
-            inner = TopKC(2, 64, permuted=permuted, scope="layer")
-            mine = Parameters(comm, [shape], ErrorFeedback(inner))
-            average = mine.average(given(comm.rank, 0))[0]
-            mean = sum(given(r, 0)[0] for r in range(3)) / 3
-            errors.append(float((average - mean).square().sum() / mean.square().sum()))
-            kept = [mine.states()[0]]
-            places = [average != 0]
-            places.append(mine.average(given(comm.rank, 1))[0] != 0)
-            assert kept[0].any()
-            assert not torch.equal(*places)
-        return errors
-
-    found = as_threads(3, body)
-    assert found[0] == found[1] == found[2]
-    plain, permuted = found[0]
-    assert plain < 0.2
-    assert permuted > 0.6
+    shapes: list[Shape] = [(100, 128)]
+    size = torch.randn(100, 1, generator=torch.Generator().manual_seed(7)).exp().square()
+    data = [[[drawn(shapes, r, step)[0] * size] for r in range(3)] for step in range(2)]
+    mean, errors = sum(mine[0] for mine in data[0]) / 3, []
+    for permuted in (False, True):
+        aggregator = ErrorFeedback(TopKC(2, 64, permuted=permuted, scope="layer"))
+        found = averaged(shapes, aggregator, data)
+        (average,), (second,) = (found[0][step][0] for step in range(2))
+        errors.append(float((average - mean).square().sum() / mean.square().sum()))
+        assert all(mine[0][1][0].any() for mine in found)
+        assert not torch.equal(average != 0, second != 0)
+    assert errors[0] < 0.2
+    assert errors[1] > 0.6
 
 
 def test_of_equal_sizes_the_lowest_come_first() -> None:
@@ -361,30 +257,6 @@ def check_chunks(numel: int, size: int) -> None:
         scatter_chunks(rows, at, back)
         taken = torch.zeros(chunks, size).index_fill_(0, at, 1).view(-1)[:numel].bool()
         assert torch.equal(back, torch.where(taken, values, -values))
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"bits": 0}, "at most 16"),
-    ({"bits": 17}, "at most 16"),
-    ({"bits": 33, "values": "fp32"}, "at most 32"),
-    ({"bits": "2"}, "bits='2'"),
-    ({"bits": True}, "bits=True"),
-    ({"bits": 0.25, "chunk": 64}, "chunk=65 or more"),
-    ({"bits": 0.1}, "TopKC: bits=0.1: .*chunk=161 or more"),
-    ({"bits": 1e-9}, "bits=1e-09: .*use bits=0.00025 or more, and chunk=65536"),
-    ({"bits": 1e-320}, "use bits=0.00025 or more, and chunk=65536"),
-    ({"chunk": 1}, "2 to 65536"),
-    ({"chunk": 64.0}, "a whole number, 2 to 65536"),
-    ({"values": "int8"}, "'fp16', 'bf16' or 'fp32'"),
-    ({"permuted": 1}, "permuted=1 must be False or True"),
-    ({"scope": "bucket"}, "scope='bucket' must be 'layer' or 'model'"),
-]
-
-
-def test_options_are_checked() -> None:
-    for options, message in WRONG:
-        with pytest.raises(gw.ConfigError, match=message):
-            TopKC(**options)
 
 
 def test_defaults_are_the_papers() -> None:

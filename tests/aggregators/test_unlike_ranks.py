@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
 
-from gradwire import ConfigError, Options
-from gradwire.aggregators import Aggregator, Attached, Context, Rounds, Steps
+from averaging import started
+from gradwire import ConfigError
+from gradwire.aggregators import Aggregator, Attached, Context, Steps
 from gradwire.collectives import AllReduce, Broadcast
-from gradwire.engine import Communicator, Outcome
+from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.transport import Hub
 from products import exhaustive
-from ranks import as_threads
+from ranks import as_threads, caught
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,8 @@ def ends(how: str, at: int, ranks: int) -> list[tuple[BaseException | None, floa
         owner = comm.owner("a module")
         begun = time.monotonic()
         for _ in range(2):  # rank 1, with fewer rounds, continues with the next scope
-            ended: Future[BaseException | None] = Future()
-
-            def done(
-                error: BaseException | None,
-                outcomes: list[Outcome],
-                ended: Future[BaseException | None] = ended,
-            ) -> None:
-                ended.set_result(error)
-
-            try:
-                Rounds(owner, members, [torch.ones(50) for _ in members], Options(), done).start()
-                error = ended.result(110)
-            except ConfigError as raised:
-                error = raised
+            gradients = [torch.ones(50) for _ in members]
+            error = caught(lambda given=gradients: started(owner, members, given).result(110))
             if error is not None:
                 break
         return error, time.monotonic() - begun

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -58,45 +56,6 @@ def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.Monkey
     part = 1024 // 128 * 68 + 48
     given = 2 * part if inside == "codec" else 2 * (1024 * 4 + 48)
     assert as_threads(4, body) == [given + 2 * part + 2 * part] * 4
-
-
-WRONG: list[tuple[dict[str, object], str]] = [
-    ({"algorithm": "rings"}, "unknown algorithm 'rings': did you mean 'ring'? Else use one of all"),
-    ({"partitions": 2}, "an option of the algorithm parameter_server, not of sra"),
-    ({"algorithm": "parameter_server", "partitions": 0}, "partitions=0"),
-    ({"algorithm": "ring", "nodes": (0, 0)}, "an option of the algorithm hierarchical"),
-    (
-        {"algorithm": "hierarchical", "nodes": [0, 0]},
-        "give a tuple of the machine of each rank",
-    ),
-    ({"algorithm": "hierarchical", "between": "ring"}, "between='ring': use one of auto, sra"),
-    ({"algorithm": "hierarchical", "inside": "half"}, "use one of codec, full"),
-]
-
-
-def test_wrong_options_are_refused() -> None:
-    for options, says in WRONG:
-        error = caught(lambda options=options: Options(**options))
-        assert isinstance(error, ConfigError), options
-        assert says in str(error)
-
-
-def test_options_of_another_type_or_another_number_of_ranks_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        for options, says in (
-            ("ring", "options='ring': give a gradwire.Options"),
-            ({"algorithm": "ring"}, "options={'algorithm': 'ring'}: give a gradwire.Options"),
-            (
-                Options(algorithm="hierarchical", nodes=(0, 0)),
-                "a machine for each of the 3 ranks",
-            ),
-        ):
-            given: Any = options
-            error = caught(lambda: all_reduce(torch.ones(9), group=comm, options=given))  # noqa: B023
-            assert isinstance(error, ConfigError)
-            assert says in str(error)
-
-    as_threads(3, body)
 
 
 def test_ranks_must_choose_alike() -> None:
@@ -181,20 +140,7 @@ def train(rank: int, algorithm: str, **options: object) -> list[float]:
 
 
 def train_with_all(rank: int) -> dict[str, list[float]]:
-    wrong = caught(lambda: train(rank, "rings"))
-    assert isinstance(wrong, ConfigError)
-    refused = caught(lambda: gradwire.attach(_ddp(), "tbq", algorithm="ring", error_feedback=True))
-    assert isinstance(refused, ConfigError)
-    assert "not defined in the algorithm 'ring'" in str(refused)
     scaled = RandomK(density=0.1, unbiased=True)
-    for options in ({"codec": scaled}, {"codec": None, "codecs": {"weight": scaled}}):
-        grows = caught(
-            lambda options=options: gradwire.attach(
-                _ddp(), algorithm="all_gather", error_feedback=True, **options
-            )
-        )
-        assert isinstance(grows, ConfigError)
-        assert "unbiased=True without" in str(grows)
     gradwire.attach(_ddp(), scaled, algorithm="all_gather")
     return {name: train(rank, name) for name in REGISTRY}
 
@@ -210,21 +156,36 @@ def test_attach_takes_every_algorithm() -> None:
         assert sums == pytest.approx(first["all_gather"], rel=0.02)
 
 
-def test_where_partial_sums_of_fp16_saturate() -> None:
-    """docs/reference/algorithms.md: finite everywhere, and exact where no partial sum travels in
-    fp16."""
-    ways = {"sra": 40000.0, "parameter_server": 40000.0, "all_gather": 40000.0, "ring": 26368.0}
+def test_where_partial_sums_of_fp16_overflow_or_saturate() -> None:
+    """docs/reference/algorithms.md: they overflow as torch's; with a residual they are finite
+    everywhere, and exact where no partial sum travels in fp16."""
+    ways = [
+        ("sum", "sra", False, torch.inf),
+        ("sum", "ring", False, torch.inf),
+        ("avg", "sra", False, 40000.0),
+        ("avg", "ring", False, torch.inf),
+        ("avg", "sra", True, 40000.0),
+        ("avg", "parameter_server", True, 40000.0),
+        ("avg", "all_gather", True, 40000.0),
+        ("avg", "ring", True, 26368.0),
+    ]
 
     def body(comm: Communicator) -> list[tuple[float, float]]:
         found = []
-        for algorithm in ways:
+        for op, algorithm, fed, _ in ways:
             x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)
-            options = Options(algorithm=algorithm)
-            all_reduce(x, "identity", op="avg", group=comm, residual=residual, options=options)
+            all_reduce(
+                x,
+                "identity",
+                op=op,
+                group=comm,
+                residual=residual if fed else None,
+                options=Options(algorithm=algorithm),
+            )
             found.append((float(x[0]), float(residual[0])))
         return found
 
-    results = as_threads(4, body)
-    for i, (algorithm, average) in enumerate(ways.items()):
-        assert all(rank[i][0] == average for rank in results), algorithm
-        assert average + sum(rank[i][1] for rank in results) / 4 == 40000.0, algorithm
+    for way, *ranks in zip(ways, *as_threads(4, body), strict=True):
+        _, _, fed, expected = way
+        assert all(result == expected for result, _ in ranks), way
+        assert not fed or expected + sum(left for _, left in ranks) / 4 == 40000.0, way

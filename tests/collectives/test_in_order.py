@@ -12,45 +12,12 @@ from typing import Any
 import torch
 
 from fifo import FifoHub
-from gradwire import (
-    QSGD,
-    CodecError,
-    ConfigError,
-    Options,
-    TransportError,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from gradwire import QSGD, CodecError, ConfigError, Options, TransportError, all_reduce
 from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from ranks import as_threads, caught
-
-
-def test_the_functions() -> None:
-    """all_reduce, reduce_scatter and all_gather, of tensors that are not contiguous too: the same
-    bits as with tags."""
-
-    def body(comm: Communicator) -> list[torch.Tensor]:
-        n, made = comm.world_size, torch.Generator().manual_seed(comm.rank)
-        whole = torch.randn(n * 100, 7, generator=made)
-        reduced, crooked = whole.clone(), whole.t().contiguous().t()
-        all_reduce(reduced, "qsgd", op="avg", group=comm, step=3)
-        future = all_reduce(crooked, "qsgd", op="avg", group=comm, step=3, async_op=True)
-        assert future is not None
-        assert future.wait() is crooked
-        shard, gathered = torch.empty(100, 7), torch.empty(n * 100, 7)
-        reduce_scatter(shard, whole, "qsgd", group=comm)
-        all_gather(gathered, shard, "qsgd", group=comm)
-        assert torch.equal(reduced, crooked)
-        return [reduced, shard, gathered]
-
-    for n, lazy in ((1, False), (2, True), (3, False), (5, True)):
-        ordered, queued = as_threads(n, body, fifo=FifoHub(n, lazy)), as_threads(n, body)
-        for found, expected in zip(ordered, queued, strict=True):
-            assert all(map(torch.equal, found, expected)), (n, lazy)
 
 
 def test_jobs_of_several_threads_take_turns() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 import gradwire as gw
 from gradwire import QSGD, ConfigError
@@ -178,3 +179,26 @@ def test_the_docs_print_the_table() -> None:
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
     assert rows[2:] == [row.columns() for row in LEGAL]
+
+
+TORCHS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
+
+
+def reduced(comm: Communicator, op: object, codec: str | None) -> list[torch.Tensor]:
+    values = torch.randn(301 * comm.world_size, generator=torch.Generator().manual_seed(comm.rank))
+    whole, shard = values.clone(), torch.empty(301)
+    gw.all_reduce(whole, codec, op=op, group=comm, step=0)  # type: ignore[arg-type]
+    gw.reduce_scatter(shard, values, codec, op=op, group=comm, step=0)  # type: ignore[arg-type]
+    return [whole, shard]
+
+
+def test_torchs_op_is_its_name() -> None:
+    def body(comm: Communicator) -> None:
+        for name, codec in [*((name, None) for name in TORCHS), ("sum", "qsgd:bits=3"),
+                            ("avg", "qsgd:bits=3")]:  # fmt: skip
+            ops = (name, TORCHS[name], ReduceOp(TORCHS[name]))
+            named, *others = (reduced(comm, op, codec) for op in ops)
+            for other in others:
+                assert all(map(torch.equal, named, other)), (name, codec)
+
+    as_threads(3, body)

@@ -1,4 +1,4 @@
-"""Mistakes in calls of typed collectives: by all ranks alike, or by one rank."""
+"""Mistakes in calls of collectives: by all ranks alike, or by one rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 import gradwire as gw
 from gradwire import QSGD, ConfigError, Options
-from gradwire.collectives import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    ReduceScatter,
-    Request,
-)
+from gradwire.codecs import RandomK
+from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 from gradwire.engine import Communicator
 from gradwire.lang import Exact
 from gradwire.transport import Hub
@@ -28,143 +24,216 @@ from typed_values import check_group
 
 # ---- mistakes that all ranks make
 
+Call = Callable[[Communicator], object]
 X = torch.zeros
 
 
-def quantised() -> torch.Tensor:
+def on(function: Callable[..., object], *given: Any, **how: Any) -> Call:
+    """A public function on the group."""
+    return lambda comm: function(*given, group=comm, **how)
+
+
+def asks(made: Callable[..., Request], *given: Any, **how: Any) -> Call:
+    """A request of an aggregator's."""
+    return lambda comm: begin(comm, made(*given, **how), "w", 0, None, Options())[0].result(20)
+
+
+def options(**how: Any) -> Call:
+    return lambda comm: Options(**how)
+
+
+def quantised(comm: Communicator) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch will leave them out some day
-        return torch.empty(4, dtype=torch.quint8)
+        return gw.broadcast(torch.empty(4, dtype=torch.quint8), group=comm)
 
 
-def request(made: Callable[[], Request]) -> Callable[[Communicator], object]:
-    return lambda comm: begin(comm, made(), "w", 0, None, Options())[0].result(20)
-
-
-MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
-    "op": (
-        lambda c: gw.all_reduce(X(4), None, op="mean", group=c),
-        "op='mean': use one of sum, avg, min, max",
+MISTAKES: list[tuple[Call, str]] = [
+    # options
+    (options(algorithm="rings"), "unknown algorithm 'rings': did you mean 'ring'? Else use one of"),
+    (options(target="cuda"), "target='cuda': use one of"),
+    (options(segments=0), "segments=0"),
+    (options(segments=2.5), "segments=2.5"),
+    (options(threads=-1), "threads=-1"),
+    (options(partitions=2), "an option of the algorithm parameter_server, not of sra"),
+    (options(algorithm="parameter_server", partitions=0), "partitions=0"),
+    (options(algorithm="ring", nodes=(0, 0)), "an option of the algorithm hierarchical"),
+    (options(algorithm="hierarchical", nodes=[0, 0]), "give a tuple of the machine of each rank"),
+    (
+        options(algorithm="hierarchical", between="ring"),
+        "between='ring': use one of auto, sra",
     ),
-    "op of another type": (
-        lambda c: gw.all_reduce(X(4), None, op=["sum"], group=c),  # type: ignore[arg-type]
-        "op=['sum']: give one of 'sum'",
+    (options(algorithm="hierarchical", inside="half"), "use one of codec, full"),
+    (on(gw.all_reduce, X(9), options="ring"), "options='ring': give a gradwire.Options"),
+    (
+        on(gw.all_reduce, X(9), options={"algorithm": "ring"}),
+        "options={'algorithm': 'ring'}: give a gradwire.Options",
     ),
-    "root above": (
-        lambda c: gw.broadcast(X(4), 2, group=c),
-        "tensor: broadcast(root=2) has no such root: use one of the ranks 0 to 1",
+    (
+        on(gw.all_reduce, X(9), options=Options(algorithm="hierarchical", nodes=(0, 0, 1))),
+        "a machine for each of the 2 ranks",
     ),
-    "root below": (
-        lambda c: gw.broadcast(X(4), -1, group=c, algorithm="tree"),
-        "tensor: broadcast(root=-1) has no such root: use one of the ranks 0 to 1",
-    ),
-    "root of bool": (lambda c: gw.broadcast(X(4), True, group=c), "root=True: give a rank"),
-    "root of float": (request(lambda: Broadcast(X(4), 1.0)), "root=1.0: give a rank"),  # type: ignore[arg-type]
-    "root of text": (request(lambda: Broadcast(X(4), "0")), "root='0': give a rank"),  # type: ignore[arg-type]
-    "codec options": (
-        lambda c: gw.broadcast(X(4), 0, None, bits=4, group=c),
-        "options bits go with a codec's name, not with codec=None",
-    ),
-    "codec's name": (
-        request(lambda: AllReduce(X(4), codec="qsgd")),  # type: ignore[arg-type]
-        "codec='qsgd': give a codec object, gradwire.codecs.get('qsgd'), or None",
-    ),
-    "algorithm": (
-        lambda c: gw.all_reduce(X(4), None, algorithm="rings", group=c),
+    (
+        on(gw.all_reduce, X(4), None, algorithm="rings"),
         "unknown algorithm 'rings': did you mean 'ring'? Else use one of all_gather",
     ),
-    "algorithm of another type": (
-        lambda c: gw.all_reduce(X(4), None, algorithm=["sra"], group=c),  # type: ignore[arg-type]
-        "algorithm=['sra']: give a name",
-    ),
-    "coordinated": (
-        lambda c: gw.broadcast(X(4), group=c, options=Options(coordinated=True)),
+    (on(gw.all_reduce, X(4), None, algorithm=["sra"]), "algorithm=['sra']: give a name"),
+    (
+        on(gw.broadcast, X(4), options=Options(coordinated=True)),
         "tensor: broadcast(root=0) has no coordinated rounds",
     ),
-    "Exact of another operator": (
-        lambda c: gw.all_reduce(X(4), Exact("max"), op="sum", group=c),
+    (
+        on(gw.all_gather, X(8), X(4), options=Options(algorithm="ring")),
+        "all_gather has no algorithm 'ring': use one of sra",
+    ),
+    # steps, seeds and saved states
+    (on(gw.all_gather, X(8), X(4), step=-1), "step is -1"),
+    *((on(gw.all_reduce, X(3), step=step), "step is") for step in (-1, 1.0, True, 1 << 62, "one")),
+    *((on(gw.all_reduce, X(3), seed=seed), "seed=") for seed in (-5, "a")),
+    *(
+        (on(gw.load_state_dict, state), "gradwire.state_dict()")
+        for state in (
+            {},
+            {"calls": -1},
+            {"calls": True},
+            {"calls": 1, "x": 2},
+            {"calls": 1 << 62},
+            None,
+        )
+    ),
+    # operators
+    *(
+        (on(function, *given, None, op=op), text)
+        for op, text in [
+            ("mean", "op='mean': use one of sum, avg, min, max"),
+            ("SUM", "op='SUM': did you mean 'sum'? Else use one of sum, avg, min, max"),
+            *((other, "avg") for other in (ReduceOp.PRODUCT, ReduceOp.BAND, None, 3)),
+        ]
+        for function, given in ((gw.all_reduce, [X(4)]), (gw.reduce_scatter, [X(4), X(8)]))
+    ),
+    (on(gw.all_reduce, X(4), None, op=["sum"]), "op=['sum']: give one of 'sum'"),
+    # roots
+    *(
+        (
+            on(gw.broadcast, X(4), root, **how),
+            f"tensor: broadcast(root={root}) has no such root: use one of the ranks 0 to 1",
+        )
+        for root, how in ((2, {}), (-1, {"algorithm": "tree"}))
+    ),
+    (on(gw.broadcast, X(4), True), "root=True: give a rank"),
+    (asks(Broadcast, X(4), 1.0), "root=1.0: give a rank"),
+    (asks(Broadcast, X(4), "0"), "root='0': give a rank"),
+    # codecs
+    (
+        on(gw.broadcast, X(4), 0, None, bits=4),
+        "options bits go with a codec's name, not with codec=None",
+    ),
+    (
+        asks(AllReduce, X(4), codec="qsgd"),
+        "codec='qsgd': give a codec object, gradwire.codecs.get('qsgd'), or None",
+    ),
+    (
+        on(gw.all_reduce, X(4), Exact("max"), op="sum"),
         "tensor: all_reduce(sum) of torch.float32 through Exact(op='max') is not defined",
     ),
-    "Exact that only copies": (
-        lambda c: gw.all_reduce(X(4), Exact(""), op="sum", group=c),
-        "through Exact(op='') is not defined",
+    (on(gw.all_reduce, X(4), Exact(""), op="sum"), "through Exact(op='') is not defined"),
+    (on(gw.all_gather, X(8).long(), X(4).long()), "all_gather of torch.int64 through QSGD"),
+    (
+        on(
+            gw.reduce_scatter,
+            X(50),
+            X(100),
+            RandomK(density=0.1, unbiased=True),
+            residual=X(100),
+        ),
+        "unbiased=False with error feedback",
     ),
-    "quantised": (
-        lambda c: gw.broadcast(quantised(), group=c),
-        "tensor: broadcast(root=0) of torch.quint8 is not defined",
+    # tensors
+    (quantised, "tensor: broadcast(root=0) of torch.quint8 is not defined"),
+    (on(gw.all_reduce, [1.0]), "tensor: a dense torch.Tensor is needed, not list"),
+    (on(gw.all_reduce, X(3).to_sparse()), "tensor: a dense torch.Tensor is needed"),
+    (on(gw.all_reduce, torch.arange(3)), "int64"),
+    (on(gw.all_reduce, torch.ones(1).expand(9)), "elements share memory"),
+    (on(gw.all_reduce, X(3), residual=X(4)), "residual: 4"),
+    (on(gw.all_reduce, X(3), residual=X(3).double()), "residual"),
+    (on(gw.all_reduce, X(3), residual=[0]), "residual"),
+    (on(gw.reduce_scatter, X(4), X(8), residual=X(4)), "residual: 4"),
+    (
+        on(gw.reduce_scatter, X(4), [X(8)]),
+        "input: a dense torch.Tensor is needed, not list",
     ),
-    "lengths of another world": (
-        request(lambda: ReduceScatter(X(4), lengths=(1, 1, 2))),
+    (
+        on(gw.reduce_scatter, X(4), X(9)),
+        "input has 9 values; with 2 ranks it must have 8 values: 2 x output's",
+    ),
+    (
+        on(gw.reduce_scatter, X(4), X(8).half()),
+        "input is torch.float16 and output is torch.float32",
+    ),
+    (on(gw.all_gather, X(9), X(4)), "output has 9 values"),
+    # shards
+    (
+        asks(ReduceScatter, X(4), lengths=(1, 1, 2)),
         "w: 4 values cannot be cut into shards of (1, 1, 2): give lengths= for each of 2 ranks",
     ),
-    "negative lengths": (
-        request(lambda: ReduceScatter(X(4), lengths=(-1, 5))),
+    (
+        asks(ReduceScatter, X(4), lengths=(-1, 5)),
         "w: 4 values cannot be cut into shards of (-1, 5)",
     ),
-    "lengths of another sum": (
-        request(lambda: ReduceScatter(X(4), lengths=(1, 1))),
+    (
+        asks(ReduceScatter, X(4), lengths=(1, 1)),
         "w: `values` holds 4 x torch.float32 on cpu, contiguous; it must hold 2 x",
     ),
-    "lengths of another type": (
-        request(lambda: ReduceScatter(X(4), lengths=[1, 3])),  # type: ignore[arg-type]
-        "lengths=[1, 3]: give a tuple",
-    ),
-    "no lengths": (
-        request(lambda: ReduceScatter(X(5))),
-        "w: 5 values cannot be cut into 2 shards: give lengths=",
-    ),
-    "a short stride": (
-        request(lambda: ReduceScatter(X(5), lengths=(1, 3), stride=2)),
+    (asks(ReduceScatter, X(4), lengths=[1, 3]), "lengths=[1, 3]: give a tuple"),
+    (asks(ReduceScatter, X(5)), "w: 5 values cannot be cut into 2 shards: give lengths="),
+    (
+        asks(ReduceScatter, X(5), lengths=(1, 3), stride=2),
         "w: shards of (1, 3) overlap at stride=2: give a stride= of at least 3",
     ),
-    "a stride of another type": (
-        request(lambda: ReduceScatter(X(5), lengths=(1, 3), stride=3.0)),  # type: ignore[arg-type]
+    (
+        asks(ReduceScatter, X(5), lengths=(1, 3), stride=3.0),
         "stride=3.0: give a number of values",
     ),
-    "memory of another stride": (
-        request(lambda: ReduceScatter(X(5), lengths=(1, 3), stride=3)),
+    (
+        asks(ReduceScatter, X(5), lengths=(1, 3), stride=3),
         "w: `values` holds 5 x torch.float32 on cpu, contiguous; it must hold 6 x",
     ),
-    "a stride that does not fit": (
-        request(lambda: ReduceScatter(X(9), stride=3)),
+    (
+        asks(ReduceScatter, X(9), stride=3),
         "w: 9 values cannot be 2 equal shards with stride 3",
     ),
-    "a home of another length": (
-        request(lambda: ReduceScatter(X(4), home=X(1))),
+    (
+        asks(ReduceScatter, X(4), home=X(1)),
         "w: `shard` holds 1 x torch.float32 on cpu, contiguous; it must hold 2 x",
     ),
-    "a residual of another length": (
-        request(lambda: ReduceScatter(X(4), residual=X(1))),
+    (
+        asks(ReduceScatter, X(4), residual=X(1)),
         "w: `residual` holds 1 x torch.float32 on cpu, contiguous; it must hold 4 x",
     ),
-    "lengths of other ranks": (
-        request(lambda: AllGather(X(4), lengths=(3, 3))), "has 4 values; lengths["
-    ),
-    "little room": (
-        request(lambda: AllGather(X(4), into=X(7))),
+    (asks(AllGather, X(4), lengths=(3, 3)), "has 4 values; lengths["),
+    (
+        asks(AllGather, X(4), into=X(7)),
         "w: `into` holds 7 x torch.float32 on cpu, contiguous; it must hold 8 x",
     ),
-    "room of another dtype": (
-        request(lambda: AllGather(X(4), into=X(8).half())),
+    (
+        asks(AllGather, X(4), into=X(8).half()),
         "w: `into` holds 8 x torch.float16 on cpu, contiguous; it must hold 8 x torch.float32",
     ),
-    "room in rows": (
-        request(lambda: AllGather(X(4), into=X(8, 1))), "w: `into` has 2 dimensions, not 1"
-    ),
-    "a conjugated view": (
-        request(lambda: Broadcast(X(4, dtype=torch.complex64).conj())),
+    (asks(AllGather, X(4), into=X(8, 1)), "w: `into` has 2 dimensions, not 1"),
+    (
+        asks(Broadcast, X(4, dtype=torch.complex64).conj()),
         "a view that negates its imaginary part",
     ),
-}  # fmt: skip
+]
 
 
 def test_a_mistake_of_all_ranks_leaves_the_group_whole() -> None:
     def body(comm: Communicator) -> list[str]:
         faults = []
-        for mistake, (act, text) in MISTAKES.items():
+        for act, text in MISTAKES:
             error = caught(lambda act=act: act(comm))
             if not isinstance(error, ConfigError) or text not in str(error):
-                faults.append(f"{mistake}: {error!r}")
+                faults.append(f"{text}: {error!r}")
             check_group(comm)
         return faults
 
@@ -174,16 +243,15 @@ def test_a_mistake_of_all_ranks_leaves_the_group_whole() -> None:
 # ---- ranks that differ
 
 
-def reduces(**how: Any) -> Callable[[Communicator], object]:
-    codec = how.pop("codec", None)
-    return lambda comm: gw.all_reduce(X(300), codec, group=comm, **how)
+def reduces(codec: Any = None, **how: Any) -> Call:
+    return on(gw.all_reduce, X(300), codec, **how)
 
 
-def broadcasts(root: int, **how: Any) -> Callable[[Communicator], object]:
-    return lambda comm: gw.broadcast(X(300), root, group=comm, **how)
+def broadcasts(root: int, **how: Any) -> Call:
+    return on(gw.broadcast, X(300), root, **how)
 
 
-def scatters(lengths: tuple[int, ...]) -> Callable[[Communicator], object]:
+def scatters(lengths: tuple[int, ...]) -> Call:
     lengths += (0,)
     return lambda comm: begin(
         comm, ReduceScatter(X(4), lengths=lengths[: comm.world_size]), "w", 0, 0, Options()

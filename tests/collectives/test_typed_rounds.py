@@ -11,9 +11,10 @@ from itertools import product
 import pytest
 import torch
 
+from averaging import started
 from fifo import FifoHub
 from gradwire import QSGD, ConfigError, Options
-from gradwire.aggregators import Aggregator, Attached, Context, Rounds, Steps
+from gradwire.aggregators import Aggregator, Attached, Context, Steps
 from gradwire.aggregators.resolve import resolve
 from gradwire.codecs import DGC
 from gradwire.collectives import (
@@ -28,7 +29,7 @@ from gradwire.collectives import (
     prepare,
     start_round,
 )
-from gradwire.engine import Communicator, Outcome, Owner
+from gradwire.engine import Communicator, Owner
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
@@ -99,14 +100,7 @@ def scopes(
     for i, (aggregator, gradient) in enumerate(zip(aggregators, gradients, strict=True)):
         keys = rng.parameter_keys(0, f"p{i}", comm.rank)
         member = Attached(f"p{i}", (gradient.numel(),), aggregator, keys, i)
-        ended: Future[None] = Future()
-
-        def done(
-            error: BaseException | None, outcomes: list[Outcome], ended: Future[None] = ended
-        ) -> None:
-            ended.set_result(None) if error is None else ended.set_exception(error)
-
-        Rounds(owner, [member], [gradient.clone()], Options(), done).start()
+        ended = started(owner, [member], [gradient.clone()])
         running.append(ended)
         if serially:
             ended.result(30)
@@ -179,13 +173,8 @@ def test_a_mistake_in_a_round_names_parameter_and_round() -> None:
 
     def body(comm: Communicator) -> BaseException | None:
         member = Attached("w", (9,), Wrong(), rng.parameter_keys(0, "w", comm.rank))
-        ended: Future[None] = Future()
-
-        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
-            ended.set_exception(error) if error is not None else ended.set_result(None)
-
-        Rounds(comm.owner("a test"), [member], [torch.ones(9)], Options(), done).start()
-        return caught(lambda: ended.result(30))
+        owner = comm.owner("a test")
+        return caught(lambda: started(owner, [member], [torch.ones(9)]).result(30))
 
     errors = as_threads(3, body)
     assert any(isinstance(error, ConfigError) for error in errors)

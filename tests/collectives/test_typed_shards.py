@@ -1,4 +1,4 @@
-"""ReduceScatter and AllGather of shards: where their memory is.
+"""ReduceScatter and AllGather of shards: where their memory is; and the functions.
 
 tests/laws/test_shard_laws.py has their laws.
 """
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gradwire import Options
+from gradwire import Options, all_gather, reduce_scatter
+from gradwire.codecs import RandomK
 from gradwire.collectives import AllGather, ReduceScatter, Request, prepare
 from gradwire.engine import Communicator
 from ranks import as_threads
@@ -70,3 +71,43 @@ def test_specs_differ_by_their_shards() -> None:
     for other in (replace(spec, lengths=(2, 1, 6)), replace(spec, stride=6)):
         assert other != spec
         assert str(other) != str(spec)
+
+
+def test_the_unbiased_randomk_is_unbiased_here() -> None:
+    """A rank's own shard is exact and others' are scaled, so the mean over all values is exact."""
+    codec, n = RandomK(density=0.1, values="fp32", unbiased=True), 3
+    pattern = torch.randn(10, generator=torch.Generator().manual_seed(4))
+
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        own = (pattern * (comm.rank + 1)).repeat(10_000)
+        output, whole = torch.empty(100_000), torch.empty(n * 100_000)
+        reduce_scatter(output, own.repeat(n), codec, op="avg", group=comm)
+        all_gather(whole, own, codec, group=comm, step=1)
+        return output, whole
+
+    # every block of ten is a draw of the same values
+    for output, whole in as_threads(n, body):
+        for rank, draws in ((1, output), *enumerate(whole.split(100_000))):
+            draws = draws.view(-1, 10).double()
+            standard = draws.std(0) / len(draws) ** 0.5 + 1e-7
+            assert ((draws.mean(0) - pattern * (rank + 1)).abs() < 5 * standard).all()
+
+
+def test_shards_in_place_strided_and_of_any_shape() -> None:
+    def body(comm: Communicator) -> None:
+        n, r = comm.world_size, comm.rank
+        whole = torch.arange(6.0 * n).view(n, 2, 3) + r
+        reduce_scatter(whole[r], whole, "identity", group=comm)  # the own shard of the input
+        expected = torch.arange(6.0 * n).view(n, 2, 3)[r] * n + sum(range(n))
+        assert torch.equal(whole[r], expected)
+
+        strided = torch.zeros(3, 2).t()
+        reduce_scatter(strided, torch.ones(n * 6), "identity", group=comm, step=1)
+        assert torch.equal(strided, torch.full((2, 3), float(n)))
+
+        gathered = torch.zeros(6, n).t()
+        gathered[r] = r
+        all_gather(gathered, gathered[r], "identity", group=comm, step=2)
+        assert torch.equal(gathered, torch.arange(float(n)).view(n, 1).expand(n, 6))
+
+    as_threads(3, body)

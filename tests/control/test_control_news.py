@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from control_ranks import SIZES, Ears, Wrapped, channels, delayed, group, until
+from control_ranks import SIZES, Ears, Wrapped, channels, group, until
 
 from gradwire.control import Channel, Member
 from gradwire.control import channel as channel_module
@@ -117,17 +117,11 @@ def test_groups_over_one_server_share_a_thread_and_do_not_mix() -> None:
 # ---- leaving
 
 
-def test_of_two_ranks_in_one_process_one_hears_the_other_leave() -> None:
-    ears = [Ears(), Ears()]
-    with group(2, shared=True, ears=ears) as members:
-        heard_all(members)
-        members[1].leave({"left": "at step 12"})
-        until(lambda: ears[0].heard_from == [(1, {"left": "at step 12"})])
-
-
-def test_the_last_notice() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_last_notice(shared: bool) -> None:
+    """Of ranks in processes of their own, and of ranks that share a channel."""
     ears = [Ears() for _ in range(3)]
-    with group(3, ears=ears) as members:
+    with group(3, ears=ears, shared=shared) as members:
         heard_all(members)
         members[1].tell({"step": 12})
         members[1].leave({"left": "at step 12"})
@@ -428,17 +422,3 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
             members[0].first("k", b"")
     # Rank 1 waited for nothing, so it logs nothing.
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_delays_do_not_change_the_order(caplog: pytest.LogCaptureFixture) -> None:
-    store = dist.HashStore()
-    ears = [Ears() for _ in range(3)]
-    with channels(3) as made:
-        members = [made[r].join(delayed(store, r, 0.005), r, 3, 60.0, ears[r]) for r in range(3)]
-        for i in range(20):
-            for member in members:
-                member.tell({"i": i})
-        until(lambda: all(len(e.heard_from) == 40 for e in ears), 60.0)
-    for rank, ear in enumerate(ears):
-        for sender in {0, 1, 2} - {rank}:
-            assert [n["i"] for s, n in ear.heard_from if s == sender] == list(range(20))

@@ -9,8 +9,6 @@ import resource
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from gradwire import codecs
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes, caught
+from ranks import all_pass, as_processes
+from refusals import refusal
+from training import Acts, backward, batch, everywhere, flat, gradients, same_everywhere, train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -51,99 +50,65 @@ class Shortened(nn.Module):
         return self.third(self.second(self.first(x) if whole else x))
 
 
-def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step * 100 + rank)
-    return torch.randn(8, 20, generator=generator).to(dtype)
-
-
-def train(
-    model: nn.Module,
-    steps: range,
-    forward: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in steps:
-        optimizer.zero_grad()
-        x = batch(step, dist.get_rank(), dtype)
-        out = forward(step, x) if forward else model(x)
-        out.float().square().mean().backward()
-        optimizer.step()
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
-
-
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tensor)
-    return all(torch.equal(gathered[0], other) for other in gathered)
-
-
 def plain(build: Callable[[], nn.Module], steps: range) -> torch.Tensor:
+    """Weights that DDP gives."""
     model = DDP(build())
     train(model, steps)
     return flat(model)
 
 
+def as_plain(model: DDP, build: Callable[[], nn.Module], **arguments: Any) -> gw.Handle:
+    """Train an attached module, uncompressed unless `arguments` say another codec: it is that of
+    plain DDP, on all ranks alike."""
+    handle = gw.attach(model, **{"codec": None, **arguments})
+    train(model, range(4))
+    found, expected = flat(model), plain(build, range(4))
+    assert same_everywhere(found)
+    if "bits" in arguments:
+        assert 0 < (found - expected).abs().max() < 0.02
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    return handle
+
+
 # ---- scenarios: each runs on every rank, within one process group
 
 
-def dense_equals_plain_ddp(rank: int) -> None:
-    model = DDP(mlp())
-    gw.attach(model, codec=None)
-    train(model, range(4))
-    torch.testing.assert_close(flat(model), plain(mlp, range(4)), rtol=1e-5, atol=1e-6)
-    assert same_everywhere(flat(model))
-
-
-def eight_bits_are_close_to_plain_ddp(rank: int) -> None:
-    model = DDP(mlp())
-    handle = gw.attach(model, bits=8)
-    train(model, range(4))
-    difference = (flat(model) - plain(mlp, range(4))).abs().max()
-    assert 0 < difference < 0.02
-    assert same_everywhere(flat(model))
-    stats = handle.stats()
+def training_is_that_of_plain_ddp(rank: int) -> None:
+    as_plain(DDP(mlp()), mlp)
+    as_plain(DDP(mlp(), static_graph=True), mlp, codec="qsgd", bits=8)
+    stats = as_plain(DDP(mlp()), mlp, codec="qsgd", bits=8).stats()
     assert stats["steps"] == 4
     assert stats["wire_bytes"] > 0
     assert stats["parameters"]["0.weight"]["ratio"] > 3
     assert stats["parameters"]["0.bias"]["codec"] == "dense"
+    tied = as_plain(DDP(Tied()), Tied, exclude=["head.*"])
+    names = {p.name: p.codec for p in tied.plan.parameters}  # by every name
+    assert names == {"embed.weight": None, "embed.bias": None, "head.bias": None}
+
+
+class Tied(nn.Module):
+    """An output layer that is the input layer, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
 
 
 def two_bits_with_error_feedback_train(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, block=64, error_feedback=True)
-    x = batch(0, rank)
+    x = batch(0)
     first = float(model(x).square().mean())
     train(model, range(15))
     assert float(model(x).square().mean()) < first
     assert same_everywhere(flat(model))
     assert handle.stats()["residual_bytes"] == 4 * (20 * 40 + 40 * 3)
-
-
-def no_sync_accumulates(rank: int) -> None:
-    model = DDP(mlp())
-    handle = gw.attach(model, codec=None)
-    with model.no_sync():
-        model(batch(0, rank)).square().mean().backward()
-    assert handle.stats()["steps"] == 0
-    model(batch(1, rank)).square().mean().backward()
-    reference = DDP(mlp())
-    with reference.no_sync():
-        reference(batch(0, rank)).square().mean().backward()
-    reference(batch(1, rank)).square().mean().backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
-
-
-def static_graph_trains(rank: int) -> None:
-    model = DDP(mlp(), static_graph=True)
-    gw.attach(model, bits=8)
-    train(model, range(4))
-    assert same_everywhere(flat(model))
-    assert (flat(model) - plain(mlp, range(4))).abs().max() < 0.02
 
 
 class TwoDtypes(nn.Module):
@@ -165,7 +130,7 @@ def static_graph_of_several_buckets(rank: int) -> None:
         handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
         for step in range(2):
             for of in (model, reference):
-                of(batch(step, rank)).square().mean().backward()
+                of(batch(step)).square().mean().backward()
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 assert same_everywhere(p.grad)
                 torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=1e-4)  # bf16
@@ -183,30 +148,12 @@ def skipped_parameters_are_fine(rank: int) -> None:
     for step in range(5):  # DDP rebuilds its buckets after the first; all are used until then
         for of in (model, reference):
             of.zero_grad()
-            of(batch(step, rank), step < 2).square().mean().backward()
+            of(batch(step), step < 2).square().mean().backward()
         assert (model.module.first.weight.grad is None) == (step >= 2)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             if p.grad is not None:
                 torch.testing.assert_close(p.grad, q.grad)
     assert handle.stats()["steps"] == 5
-
-
-def channels_last_is_fine(rank: int) -> None:
-    def convolution() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(4, 12, 3), nn.ReLU(), nn.Conv2d(12, 6, 3))
-
-    gradients = []
-    for attached in (True, False):
-        model = DDP(convolution().to(memory_format=torch.channels_last))
-        if attached:
-            gw.attach(model, codec=None)
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(2, 4, 9, 9, generator=generator).to(memory_format=torch.channels_last)
-        model(x).square().mean().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for p, q in zip(*gradients, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def half_precision_trains(rank: int) -> None:
@@ -227,11 +174,11 @@ def several_modules_keep_apart(rank: int) -> None:
     for step in range(3):
         for p in both:
             p.grad = None
-        x = batch(step, rank)
+        x = batch(step)
         (first(x).square().mean() + second(x).square().mean()).backward()
     assert one.stats()["steps"] == two.stats()["steps"] == 3
-    grads = torch.cat([p.grad.reshape(-1) for p in both])
-    assert same_everywhere(grads)
+    assert same_everywhere(gradients(first))
+    assert same_everywhere(gradients(second))
 
 
 def several_groups_at_once(rank: int) -> None:
@@ -248,9 +195,7 @@ def several_groups_at_once(rank: int) -> None:
 def detach_and_attach_again(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4)
-    error = caught(lambda: gw.attach(model))
-    assert isinstance(error, gw.ConfigError)
-    assert "detach" in str(error)
+    assert "detach" in refusal(lambda: gw.attach(model))
     handle.detach()
     train(model, range(3))
     assert handle.stats()["steps"] == 0
@@ -264,9 +209,8 @@ def handles_draw_numbers_of_their_own(rank: int) -> None:
     model, drawn = DDP(mlp()), []
     for _ in range(3):
         handle = gw.attach(model, bits=2)
-        model.zero_grad()
-        model(batch(0, rank)).square().mean().backward()
-        drawn.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()]))
+        backward(model, batch(0))
+        drawn.append(gradients(model))
         handle.detach()
     assert all(map(same_everywhere, drawn))
     assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
@@ -338,18 +282,16 @@ def other_dtypes_go_as_they_are(rank: int) -> None:
         model = DDP(Mixed(), bucket_cap_mb=megabytes)
         handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
         for step in range(3):
-            x = batch(step, rank)
+            x = batch(step)
             for each in (reference, model):
-                each.zero_grad()
-                each(x).square().mean().backward()
+                backward(each, x)
             pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
             for (name, p), q in pairs:
                 loose = {"rtol": 1e-2, "atol": 1e-3} if "narrow" in name else {}
                 torch.testing.assert_close(p.grad, q.grad, **loose)
         assert handle.stats()["steps"] == 3
         handle.detach()  # then too
-        model.zero_grad()
-        model(batch(2, rank)).square().mean().backward()
+        backward(model, batch(2))
         torch.testing.assert_close(model.module.turn.grad, reference.module.turn.grad)
 
     model = DDP(Mixed(), bucket_cap_mb=0.002)
@@ -363,95 +305,43 @@ def other_dtypes_go_as_they_are(rank: int) -> None:
     assert (told["payload_bytes"], told["ratio"]) == (7200, 1)
     assert stats["parameters"]["first.weight"]["ratio"] > 3
     raw = sum(p.numel * p.dtype.itemsize for p in handle.plan.parameters if p.how == "dense")
-    n = dist.get_world_size()
-    sent: list[Any] = [None] * n
-    dist.all_gather_object(sent, stats["wire_bytes"])
-    assert sum(sent) > 3 * 2 * (n - 1) * raw
+    sent = everywhere(stats["wire_bytes"])
+    assert sum(sent) > 3 * 2 * (len(sent) - 1) * raw
     state = handle.state_dict()
     assert state["steps"]["turn"] == 3
     handle.load_state_dict(state)
     train(model, range(3, 5))
 
-    error = caught(lambda: gw.attach(DDP(Mixed()), include=["turn"]))
-    assert isinstance(error, gw.ConfigError)
-    assert "turn" in str(error)
-    assert "complex64" in str(error)
+    told = refusal(lambda: gw.attach(DDP(Mixed()), include=["turn"]))
+    assert "turn" in told
+    assert "complex64" in told
 
 
-def wrong_input_is_named(rank: int) -> None:
-    def refuses(match: str, **arguments: Any) -> None:
-        error = caught(lambda: gw.attach(arguments.pop("model", DDP(mlp())), **arguments))
-        assert isinstance(error, gw.ConfigError), error
-        assert match in str(error), error
-
-    refuses("qsgd", codec="qsdg")
-    refuses("bits", bits=9)
-    refuses("bitz", bitz=4)
-    refuses("options bits", codec=None, bits=2)
-    refuses("options={'segments': 2}", options={"segments": 2})
-    refuses("seed='a'", seed="a")
-    refuses("seed=-1", seed=-1)
-    refuses("below 2^64", seed=1 << 64)
-    refuses("seed=True", seed=True)
-    refuses("coalesce_bytes=True", coalesce_bytes=True)
-    refuses("error_feedback='yes'", error_feedback="yes")
-    refuses("include=None", include=None)
-    refuses("codecs=['0.weight']", codecs=["0.weight"])
-    refuses("no parameter", exclude=["encoder.*"])
-    refuses("list of patterns", exclude="0.*")
-    refuses("DistributedDataParallel", model=mlp())
+def wrong_modules_are_named(rank: int) -> None:
     hooked = DDP(mlp())
     hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    refuses("communication hook", model=hooked)
-    integer = caught(lambda: gw.all_reduce(torch.arange(5)))
-    assert isinstance(integer, gw.ConfigError)
-    assert "int64" in str(integer)
+    for model, told in ((mlp(), "DistributedDataParallel"), (hooked, "communication hook")):
+        assert told in refusal(lambda model=model: gw.attach(model))
 
 
 def plans_that_differ_are_named(rank: int) -> None:
-    error = caught(lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
-    assert isinstance(error, gw.ConfigError)
-    assert "0.weight" in str(error)
-    error = caught(lambda: gw.all_reduce(torch.zeros(10 + rank)))
-    assert isinstance(error, gw.ConfigError)
-    assert f"{10 + rank} x" in str(error)
-
-
-def non_finite_gradients_reach_every_rank(rank: int) -> None:
-    model = DDP(mlp())
-    handle = gw.attach(model, bits=4, error_feedback=True)
-    x = batch(0, rank)
-    if rank == 1:
-        x[0, 0] = float("inf")
-    model(x).square().mean().backward()
-    assert not torch.isfinite(model.module[0].weight.grad).all()
-    for state in handle.state_dict()["aggregators"].values():
-        assert torch.isfinite(state["residual"]).all()
+    assert "0.weight" in refusal(lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
+    assert f"{10 + rank} x" in refusal(lambda: gw.all_reduce(torch.zeros(10 + rank)))
 
 
 def bucketing_changes_nothing(rank: int) -> None:
-    results = []
-    for megabytes in (0.0001, 0.002, 25):
-        model = DDP(mlp(), bucket_cap_mb=megabytes)
-        gw.attach(model, bits=4)
-        train(model, range(4))
-        results.append(flat(model))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def small_buckets_go_together(rank: int) -> None:
-    """Buckets below the threshold are combined, with bit-identical results."""
+    """Nor does it change a bit whether buckets below a threshold are combined."""
     trained, collectives = [], []
-    for coalesce_bytes in (0, 1 << 30):
-        model = DDP(mlp(2000), bucket_cap_mb=0.02)
+    ways = ((0.0001, 1 << 18), (0.002, 1 << 18), (0.02, 0), (0.02, 1 << 30), (25, 1 << 18))
+    for megabytes, coalesce_bytes in ways:
+        model = DDP(mlp(2000), bucket_cap_mb=megabytes)
         handle = gw.attach(model, bits=4, coalesce_bytes=coalesce_bytes)
         train(model, range(4))
         trained.append(flat(model))
         collectives.append(handle._reductions.owner.core.issued)
         handle.detach()
-    assert torch.equal(*trained)
-    assert collectives[1] == 4 < collectives[0], collectives
+    assert all(torch.equal(trained[0], other) for other in trained)
+    assert collectives[3] == 4 < collectives[2], collectives
 
 
 class Pieces(nn.Module):
@@ -480,10 +370,10 @@ def backward_in_pieces(rank: int) -> None:
                 gw.attach(model, codec=None, coalesce_bytes=1 << 30)
             for step in range(3):
                 model.zero_grad()
-                out = model(batch(step, rank).requires_grad_())
+                out = model(batch(step).requires_grad_())
                 for piece in reversed(out) if isinstance(out, list) else [out]:
                     piece.square().mean().backward()
-            results.append(torch.cat([p.grad.view(-1) for p in model.parameters()]))
+            results.append(gradients(model))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
         assert same_everywhere(results[1])
 
@@ -492,9 +382,7 @@ def state_moves_to_another_world_size(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, error_feedback=True)
     train(model, range(2))
-    n = dist.get_world_size()
-    states: list[Any] = [None] * n
-    dist.all_gather_object(states, handle.state_dict())
+    n, states = dist.get_world_size(), everywhere(handle.state_dict())
     # As if twice as many ranks had saved: each new rank gets two states, at half weight.
     doubled = [
         {**s, "rank": s["rank"] + k * n, "world_size": 2 * n} for k in (0, 1) for s in states
@@ -545,27 +433,24 @@ def state_of_another_plan_is_refused(rank: int) -> None:
     handle, state = attached(), attached().state_dict()
     weight, before = "0.weight", copy.deepcopy(handle.state_dict())
 
-    def refuses(match: str, bad: Any, into: gw.Handle = handle) -> None:
-        error = caught(lambda: into.load_state_dict(bad))
-        assert isinstance(error, gw.ConfigError), error
-        assert match in str(error), error
-
     def with_residual(residual: Any) -> dict[str, Any]:
         kept = {**state["aggregators"], "3.weight": {"residual": residual}}
         return {**state, "seed": 9, "aggregators": kept}
 
-    refuses(f"{weight} has codec QSGD(bits=4", attached(bits=4).state_dict())
-    refuses(
-        f"{weight} has feedback True in the state and False", state, attached(error_feedback=False)
-    )
-    refuses("has shape (40,)", with_residual(torch.zeros(40)))
-    refuses("has dtype torch.float16", with_residual(torch.zeros(120, dtype=torch.float16)))
-    refuses("has device meta", with_residual(torch.zeros(120, device="meta")))
-    refuses("not contiguous", with_residual(torch.zeros(240)[::2]))
-    refuses("not a tensor", with_residual([0.0] * 120))
-    refuses("lacks 'rank'", {"version": 1})
-    refuses("empty", [])
-    refuses("another.weight", {**state, "steps": {"another.weight": 1}})
+    without_feedback = attached(error_feedback=False)
+    for told, bad, into in (
+        (f"{weight} has codec QSGD(bits=4", attached(bits=4).state_dict(), handle),
+        (f"{weight} has feedback True in the state and False", state, without_feedback),
+        ("has shape (40,)", with_residual(torch.zeros(40)), handle),
+        ("has dtype torch.float16", with_residual(torch.zeros(120).half()), handle),
+        ("has device meta", with_residual(torch.zeros(120, device="meta")), handle),
+        ("not contiguous", with_residual(torch.zeros(240)[::2]), handle),
+        ("not a tensor", with_residual([0.0] * 120), handle),
+        ("lacks 'rank'", {"version": 1}, handle),
+        ("empty", [], handle),
+        ("another.weight", {**state, "steps": {"another.weight": 1}}, handle),
+    ):
+        assert told in refusal(lambda bad=bad, into=into: into.load_state_dict(bad))
     after = handle.state_dict()
     for name, kept in before.pop("aggregators").items():
         assert torch.equal(kept["residual"], after["aggregators"][name]["residual"])
@@ -575,8 +460,7 @@ def state_of_another_plan_is_refused(rank: int) -> None:
 
 def copies_are_plain_modules(rank: int) -> None:
     model = DDP(mlp())
-    error = caught(lambda: gw.attach(model, bits=9))
-    assert isinstance(error, gw.ConfigError)
+    assert "bits=9" in refusal(lambda: gw.attach(model, bits=9))
     handle = gw.attach(model, bits=4)
     train(model, range(1))
     for attached in (True, False):
@@ -619,16 +503,12 @@ def what_ddp_synchronises_is_planned(rank: int) -> None:
 
     model = DDP(mlp())
     model.module[3] = nn.Linear(40, 5)
-    error = caught(lambda: gw.attach(model))
-    assert isinstance(error, gw.ConfigError)
-    assert "[(3,), (3, 40)]" in str(error)
+    assert "[(3,), (3, 40)]" in refusal(lambda: gw.attach(model))
 
     model = DDP(mlp())
     handle = gw.attach(model)
     del handle._reductions._by_parameter[model.module[3].weight]
-    error = caught(lambda: train(model, range(1)))
-    assert isinstance(error, gw.ConfigError), error
-    assert "(3, 40)" in str(error)
+    assert "(3, 40)" in refusal(lambda: train(model, range(1)))
 
 
 def uneven_inputs_join(rank: int) -> None:
@@ -654,28 +534,6 @@ def uneven_inputs_join(rank: int) -> None:
     assert same_everywhere(flat(model))
 
 
-class Tied(nn.Module):
-    """An output layer that is the input layer, transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x))
-
-
-def tied_weights_go_by_every_name(rank: int) -> None:
-    model = DDP(Tied())
-    handle = gw.attach(model, exclude=["head.*"])
-    chosen = {p.name: p.codec for p in handle.plan.parameters}
-    assert chosen == {"embed.weight": None, "embed.bias": None, "head.bias": None}
-    train(model, range(3))
-    torch.testing.assert_close(flat(model), plain(Tied, range(3)), rtol=1e-5, atol=1e-6)
-
-
 def memory_stays_flat(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(20, 2000), nn.Linear(2000, 100)), bucket_cap_mb=0.2)
@@ -687,73 +545,31 @@ def memory_stays_flat(rank: int) -> None:
     assert handle.stats()["peak_extra_bytes"] <= gradient_bytes / 2
 
 
-class Waits(torch.autograd.Function):
-    """The identity, whose backward waits for an event."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, event: threading.Event | None) -> torch.Tensor:
-        ctx.event = event
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.event is not None:
-            assert ctx.event.wait(60), "no bucket is averaged before backward ends"
-        return grads[0], None
-
-
-class Halves(nn.Module):
-    """Two layers, with a wait between them in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(20, 300), nn.Linear(300, 300)
-        self.event: threading.Event | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(Waits.apply(self.first(x), self.event))
-
-
 def averaging_overlaps_with_backward(rank: int) -> None:
     """The last layer's bucket is averaged while the first layer's gradient is not yet computed."""
-    layers = Halves()
+    layers, averaged = Acts(), threading.Event()
     model = DDP(layers, bucket_cap_mb=0.02)
     handle = gw.attach(model, bits=4)
     train(model, range(2))  # DDP rebuilds its buckets after the first iteration
-    layers.event = threading.Event()
     reduce = handle._reductions.reduce
+
+    def waits() -> None:
+        assert averaged.wait(60), "no bucket is averaged before backward ends"
 
     def spied(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = reduce(bucket)
-        future.add_done_callback(lambda _: layers.event.set())
+        future.add_done_callback(lambda _: averaged.set())
         return future
 
-    handle._reductions.reduce = spied
+    handle._reductions.reduce, layers.between = spied, waits
     train(model, range(2, 3))
 
 
-def asynchronous_all_reduce(rank: int) -> None:
-    n = dist.get_world_size()
-    tensors = [torch.full((1000,), float(rank + i)) for i in range(5)]
-    futures = [gw.all_reduce(t, codec="identity", async_op=True) for t in tensors]
-    for i, future in enumerate(futures):
-        assert future is not None
-        assert torch.equal(future.wait(), torch.full((1000,), float(n * (n - 1) / 2 + n * i)))
-    transposed = torch.full((30, 20), float(rank)).t()
-    gw.all_reduce(transposed, codec="identity", op="avg")
-    assert torch.equal(transposed, torch.full((20, 30), (n - 1) / 2))
-
-
 SCENARIOS = [
-    dense_equals_plain_ddp,
-    eight_bits_are_close_to_plain_ddp,
+    training_is_that_of_plain_ddp,
     two_bits_with_error_feedback_train,
-    no_sync_accumulates,
-    static_graph_trains,
     static_graph_of_several_buckets,
     skipped_parameters_are_fine,
-    channels_last_is_fine,
     half_precision_trains,
     several_modules_keep_apart,
     several_groups_at_once,
@@ -763,11 +579,9 @@ SCENARIOS = [
     many_codecs_cost_no_more_kernel_calls,
     nothing_to_compress_still_works,
     other_dtypes_go_as_they_are,
-    wrong_input_is_named,
+    wrong_modules_are_named,
     plans_that_differ_are_named,
-    non_finite_gradients_reach_every_rank,
     bucketing_changes_nothing,
-    small_buckets_go_together,
     backward_in_pieces,
     state_moves_to_another_world_size,
     state_of_another_plan_is_refused,
@@ -775,10 +589,8 @@ SCENARIOS = [
     copies_are_plain_modules,
     what_ddp_synchronises_is_planned,
     uneven_inputs_join,
-    tied_weights_go_by_every_name,
     memory_stays_flat,
     averaging_overlaps_with_backward,
-    asynchronous_all_reduce,
 ]
 
 
@@ -833,10 +645,6 @@ def alone(rank: int) -> None:
 def alone_sharded_or_plain(rank: int) -> None:
     """The same calls, whatever wraps the module; `ratio` can be formatted."""
 
-    def weights() -> torch.Tensor:
-        whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-        return torch.cat([p.detach().reshape(-1) for p in whole])
-
     for wrap in (DDP, fully_shard, nn.Module.train):
         model = wrap(mlp())
         handle = gw.attach(model, "qsgd", bits=4)
@@ -845,7 +653,7 @@ def alone_sharded_or_plain(rank: int) -> None:
         update.wait()
         train(model, range(2, 4))
         assert update.in_force
-        assert torch.equal(weights(), plain(mlp, range(4)))
+        assert torch.equal(flat(model), plain(mlp, range(4)))
         stats = handle.stats()
         assert (stats["steps"], stats["wire_bytes"], f"{stats['ratio']:.1f}") == (4, 0, "1.0")
         assert f"{stats.get('weights_ratio', 1):.1f}" == "1.0"
@@ -856,69 +664,9 @@ def alone_sharded_or_plain(rank: int) -> None:
         handle.load_state_dict(state)
         handle.detach()
         train(model, range(4, 5))
-        assert torch.equal(weights(), plain(mlp, range(5)))
+        assert torch.equal(flat(model), plain(mlp, range(5)))
 
 
 @pytest.mark.timeout(100)
 def test_attach_alone() -> None:
     all_pass(1, [alone, alone_sharded_or_plain], timeout=30, deadline=90)
-
-
-def test_wrong_options_are_named() -> None:
-    for match, options in (
-        ("algorithm 'rings'", {"algorithm": "rings"}),
-        ("target='cuda': use one of", {"target": "cuda"}),
-        ("segments=0", {"segments": 0}),
-        ("segments=2.5", {"segments": 2.5}),
-        ("threads=-1", {"threads": -1}),
-    ):
-        with pytest.raises(gw.ConfigError, match=match):
-            gw.Options(**options)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Weighed(gw.QSGD):
-    weight: float = 1.0
-
-
-def test_who_misspells_a_name_is_told_the_nearest() -> None:
-    """Of an argument, a codec, its option, a plan; and of what other libraries call a codec."""
-    attach, register = partial(gw.attach, mlp()), partial(gw.register, mlp())
-    handle, collective = attach(), partial(gw.all_reduce, torch.zeros(3))
-    update = handle.update
-    for call, given, told in (
-        (attach, {"excludes": ["*"]}, "attach has no argument 'excludes': did you mean 'exclude'?"),
-        (attach, {"codec": "auto", "feedback": True}, "did you mean 'error_feedback'?"),
-        (update, {"seeds": 3}, "update has no argument 'seeds': did you mean 'seed'?"),
-        (update, {"excludes": ["*"]}, "update has no argument 'excludes': did you mean 'exclude'?"),
-        (register, {"excludes": ["*"]}, "register has no argument 'excludes': did you mean"),
-        (collective, {"asyncop": True}, "all_reduce has no argument 'asyncop': did you mean"),
-        (collective, {"codec": "int8"}, "unknown codec 'int8': did you mean 'qsgd:bits=8'?"),
-        (attach, {"codec": "qsdg"}, "'qsdg': did you mean 'qsgd'? Else use one of identity"),
-        (attach, {"codec": "QSGD"}, "'QSGD': did you mean 'qsgd'?"),
-        (attach, {"codec": "atuo"}, "'atuo': did you mean 'auto'?"),
-        (attach, {"codec": "zstd"}, "'zstd': use one of identity"),
-        (attach, {"codec": "topk", "densty": 0.1}, "'densty': did you mean 'density'?"),
-        (attach, {"codec": "topk", "rank": 4}, "'topk' has no option 'rank': use one of density"),
-        (attach, {"weights": "int8"}, "weights='int8': unknown codec: use"),
-        (attach, {"keep": "payloads"}, "keep='payloads': did you mean 'payload'?"),
-        (attach, {"plan": "measred"}, "plan='measred': did you mean 'measured'?"),
-        (attach, {"policy": "l-greco"}, "unknown policy 'l-greco': did you mean 'lgreco'?"),
-        (attach, {"algorithm": "rings"}, "unknown algorithm 'rings': did you mean 'ring'?"),
-    ):
-        error = caught(lambda call=call, given=given: call(**given))
-        assert isinstance(error, gw.ConfigError), given
-        assert told in str(error)
-    for given in codecs.ELSEWHERE.values():
-        attach(given)
-    own = attach(Weighed(bits=4))  # whose option looks like an argument
-    own.update(weight=2.0)
-    assert own._reductions.switch.newest.rules.default.codec == Weighed(bits=4, weight=2.0)
-    with pytest.raises(gw.ConfigError, match="observe: 3: give a function"):
-        handle.observe(3)  # type: ignore[arg-type]
-
-
-def test_attach_without_a_process_group() -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(gw.ConfigError, match="init_process_group"):
-        gw.all_reduce(torch.zeros(3))

@@ -18,7 +18,16 @@ from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.links import Links
 from gradwire_tools.sim import Curves
 from ranks import as_threads
-from rooms.integrations import Adaptation, Automatic, Switch, WantedSetting, automatic, policy_of
+from rooms.engine import Workers
+from rooms.integrations import (
+    Adaptation,
+    Automatic,
+    Serial,
+    Switch,
+    WantedSetting,
+    automatic,
+    policy_of,
+)
 
 CODED = WantedSetting("qsgd:bits=4", rank=2, seconds=1.0)
 HALF = WantedSetting("bf16", rank=1, seconds=1.0)
@@ -246,3 +255,17 @@ def test_a_warning_has_the_figures_that_were_expected(monkeypatch: pytest.Monkey
 
         said = f"compression does not pay here; in use from now on: bf16 by sra ({why}: {verdict})"
         assert as_threads(2, body) == [said, said]
+
+
+def test_what_fails_does_not_stop_what_follows() -> None:
+    """Of the background work of a handle, one after the other."""
+    serial, done = Serial(Workers()), []
+
+    def fails() -> None:
+        done.append("fails")
+        raise SystemExit
+
+    serial.submit(fails)
+    serial.submit(lambda: done.append("follows"))
+    serial.wait()
+    assert done == ["fails", "follows"]

@@ -155,23 +155,6 @@ def _run(script: str, environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ---- errors of register before there is a process group
-
-
-def test_register_says_what_is_wrong_at_once() -> None:
-    model = torch.nn.Linear(8, 8)
-    for wrong, said in (
-        ({"codec": "zip"}, "zip"),
-        ({"bits": 99}, "bits"),
-        ({"include": ["nobody"]}, "nobody"),
-        ({"codecs": {"weight": "zip"}}, "zip"),
-    ):
-        with pytest.raises(gw.ConfigError, match=said):
-            gw.register(model, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(gw.ConfigError, match=r"torch\.nn\.Module"):
-        gw.register([model])  # type: ignore[arg-type]
-
-
 def test_waiting_costs_nothing_once_it_has_ended() -> None:
     from torch.nn.modules import module
 

@@ -22,44 +22,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from ranks import all_pass
 from rooms.integrations import scatters
+from training import Acts, nothing
 
 LATE_S = 0.3
 
 
-class OnTheWayBack(torch.autograd.Function):
-    """The identity, with an action in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
-        ctx.action = action
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.action()
-        return grads[0], None
-
-
-def nothing() -> None:
-    pass
-
-
 def late() -> None:
     time.sleep(LATE_S)
-
-
-class Acts(nn.Module):
-    """Two layers, with an action behind and between them in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(20, 300), nn.Linear(300, 300)
-        self.behind = self.between = nothing
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = OnTheWayBack.apply(self.first(x), self.between)
-        return OnTheWayBack.apply(self.second(x), self.behind)
 
 
 def step(model: nn.Module) -> float:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-import gradwire as gw
-from rooms.integrations import MOST, UNTIMED, PlanTurns, priorities, together, weighing
+from rooms.integrations import MOST, UNTIMED, PlanTurns, priorities, together
 
 
 def test_the_last_bucket_counts_most() -> None:
@@ -50,9 +47,3 @@ def test_plans_take_turns() -> None:
     assert ended == [[first[0] + first[2], first[1] + first[3]]]
     turns.passed(14, 0.0)  # nothing more is counted
     assert len(ended) == 1
-
-
-def test_an_unknown_weight_is_refused() -> None:
-    with pytest.raises(gw.ConfigError, match="weigh='size' must be 'bytes', 'priority' or 'time'"):
-        gw.Replan(weigh="size")
-    assert weighing.AFTER > 1

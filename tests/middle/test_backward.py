@@ -14,52 +14,27 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import End, ends, finished, raised
-from products import EXHAUSTIVE
 from ranks import all_pass
-from stress.worlds import of_transport
+from training import batch, flat, gradients, mlp, same_everywhere
 
 pytestmark = pytest.mark.multiprocess
 
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
 LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
-over = pytest.mark.parametrize(
-    "shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"]
-)
 
 
-def mlp(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 30)
-    )
+def net(seed: int = 0) -> nn.Sequential:
+    return mlp(20, 60, 60, 30, seed=seed)
 
 
-def batch(step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
-    return torch.randn(8, 20, generator=generator)
-
-
-def train(models: list[nn.Module], steps: range, **forward: Any) -> None:
+def train(models: list[nn.Module], steps: range) -> None:
     """All models in one backward; plain SGD."""
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     for step in steps:
-        for model in models:
-            model.zero_grad()
+        optimizer.zero_grad()
         sum(model(batch(step)).square().mean() for model in models).backward()
-        with torch.no_grad():
-            for model in models:
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p -= 0.1 * p.grad
-
-
-def flat(*models: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for m in models for p in m.parameters()])
-
-
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return all(torch.equal(gathered[0], other) for other in gathered)
+        optimizer.step()
 
 
 def in_backward(tensor: torch.Tensor, action: Callable[[], None]) -> None:
@@ -91,7 +66,7 @@ def raising(rank: int) -> dict[str, End]:
 def raises_in_backward(rank: int, where: str, modules: int, coalesce: int) -> End:
     """Rank 1 raises in the backward of step 4, which it catches; how this rank's pass ends."""
     group = dist.new_group(timeout=LIMIT)
-    models = [DDP(mlp(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
+    models = [DDP(net(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
     for model in models:
         gw.attach(model, coalesce_bytes=coalesce)
     train(models, range(4))
@@ -111,10 +86,10 @@ def raises_in_backward(rank: int, where: str, modules: int, coalesce: int) -> En
     return end
 
 
-@over
-def test_an_exception_in_one_ranks_backward(shm: bool) -> None:
+@pytest.mark.usefixtures("shm")
+def test_an_exception_in_one_ranks_backward() -> None:
     """All others raise an error that names the rank, long before the timeout."""
-    found = ends(3, raising, deadline=DEADLINE_S, environment=of_transport(shm))
+    found = ends(3, raising, deadline=DEADLINE_S)
     finished(found)
     wrong = []
     for rank, end in enumerate(found):
@@ -130,7 +105,7 @@ def test_an_exception_in_one_ranks_backward(shm: bool) -> None:
 
 def an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
     """Every rank's backward fails at one place, as with a bad batch: training may go on."""
-    model = DDP(mlp(), bucket_cap_mb=0.005)
+    model = DDP(net(), bucket_cap_mb=0.005)
     gw.attach(model, coalesce_bytes=0)
     train([model], range(2))
 
@@ -156,7 +131,7 @@ def detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
 
 def detaches(coalesce: int) -> int:
     """The steps that went through gradwire."""
-    model, plain = DDP(mlp(), bucket_cap_mb=0.005), DDP(mlp(), bucket_cap_mb=0.005)
+    model, plain = DDP(net(), bucket_cap_mb=0.005), DDP(net(), bucket_cap_mb=0.005)
     handle = gw.attach(model, "qsgd", bits=8, coalesce_bytes=coalesce)
     train([model], range(3))
     train([plain], range(3))
@@ -164,8 +139,7 @@ def detaches(coalesce: int) -> int:
     model.zero_grad()
     in_backward(model.module[2].weight, handle.detach)
     output.square().mean().backward()
-    gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-    assert same_everywhere(gradients)
+    assert same_everywhere(gradients(model))
     sent = int(handle.stats()["steps"]), int(handle.stats()["wire_bytes"])
     # From the next pass on it averages plainly.
     with torch.no_grad():
@@ -222,7 +196,7 @@ def pairs(way: str, codec: str | None) -> None:
 
     def pair() -> list[nn.Module]:
         return [
-            DDP(Branches(m) if branches else mlp(m), bucket_cap_mb=0.005, **WAYS[way])
+            DDP(Branches(m) if branches else net(m), bucket_cap_mb=0.005, **WAYS[way])
             for m in range(2)
         ]
 
@@ -244,7 +218,7 @@ def pairs(way: str, codec: str | None) -> None:
 
 def a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
     """A checkpoint in memory, restored in one of two modules while the other goes on."""
-    models = [DDP(mlp(m), bucket_cap_mb=0.005) for m in range(2)]
+    models = [DDP(net(m), bucket_cap_mb=0.005) for m in range(2)]
     handles = [
         gw.attach(model, "qsgd", bits=2, error_feedback=True, coalesce_bytes=c)
         for model, c in zip(models, (0, 1 << 18), strict=True)
@@ -263,10 +237,8 @@ def a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
         other = flat(models[1])
 
 
-@over
-def test_passes_of_two_ranks(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in of_transport(shm).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("shm")
+def test_passes_of_two_ranks() -> None:
     all_pass(
         2,
         [

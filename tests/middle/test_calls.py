@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gradwire as gw
 from ends import End, ends, finished, raised
-from products import EXHAUSTIVE, one_in
+from products import one_in
 from ranks import all_pass
 from stress.worlds import of_transport
 
@@ -24,9 +24,6 @@ pytestmark = pytest.mark.multiprocess
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
 LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
 NAMED = ("TransportError", "ConfigError", "CodecError")
-over = pytest.mark.parametrize(
-    "shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"]
-)
 
 
 def caught(action: Callable[[], Any]) -> End:
@@ -85,9 +82,9 @@ def other_calls(rank: int) -> dict[str, End]:
     return found
 
 
-@over
-def test_another_call_on_one_rank(shm: bool) -> None:
-    found = ends(3, other_calls, deadline=DEADLINE_S, environment=of_transport(shm))
+@pytest.mark.usefixtures("shm")
+def test_another_call_on_one_rank() -> None:
+    found = ends(3, other_calls, deadline=DEADLINE_S)
     finished(found)
     wrong = []
     for rank, end in enumerate(found):
@@ -166,10 +163,8 @@ def a_group_after_one_that_failed(rank: int) -> None:
     assert torch.equal(values, torch.full((100,), 3.0))
 
 
-@over
-def test_groups_end_and_are_made_anew(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in of_transport(shm).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("shm")
+def test_groups_end_and_are_made_anew() -> None:
     all_pass(
         3, [what_a_destroyed_group_has_finished_is_not_disturbed, a_group_after_one_that_failed]
     )

@@ -17,16 +17,12 @@ from torch._C import _distributed_c10d as c10d
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
-from products import EXHAUSTIVE
 from ranks import all_pass, caught
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
 
 LIMIT = timedelta(seconds=60)
-over = pytest.mark.parametrize(
-    "shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"]
-)
 
 
 # ---- two groups in two orders
@@ -123,10 +119,10 @@ def made_anew(rank: int, port: int) -> None:
         beside.get(f"gone {step}")  # torch itself needs rank 0's old store to be gone
 
 
-@over
-def test_a_default_group_made_anew_on_its_port(shm: bool) -> None:
+@pytest.mark.usefixtures("shm")
+def test_a_default_group_made_anew_on_its_port() -> None:
     port = 20_000 + os.getpid() % 12_000  # below those that connections and port 0 get
-    finished(ends(2, made_anew, port, timeout=60, environment=of_transport(shm)))
+    finished(ends(2, made_anew, port, timeout=60))
 
 
 def test_whoever_asks_whether_a_group_lives_does_not_keep_it_alive() -> None:
@@ -285,10 +281,8 @@ def a_forked_child_is_refused(rank: int) -> None:
     assert "spawn" in said
 
 
-@over
-def test_groups_of_two_ranks(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in of_transport(shm).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("shm")
+def test_groups_of_two_ranks() -> None:
     all_pass(
         2,
         [

@@ -9,10 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from products import EXHAUSTIVE
 from ranks import all_pass
 from rooms.integrations import hook_state
-from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
 
@@ -50,8 +48,6 @@ def it_can_be_detached_after_an_exception_in_backward(rank: int) -> None:
     assert hook_state(model).reducer is None
 
 
-@pytest.mark.parametrize("shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"])
-def test_handles(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in of_transport(shm).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("shm")
+def test_handles() -> None:
     all_pass(2, [statistics_wait_for_nobody, it_can_be_detached_after_an_exception_in_backward])

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -21,6 +20,7 @@ from ranks import all_pass
 from stress.running import Chained
 from stress.scopes import of_processes
 from stress.worlds import of_transport
+from training import mlp
 
 pytestmark = pytest.mark.multiprocess
 
@@ -74,13 +74,6 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
 # ---- two modules and a user's calls, over one group
 
 
-def mlp(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(20, 50 + seed), nn.ReLU(), nn.Linear(50 + seed, 40), nn.ReLU(), nn.Linear(40, 10)
-    )
-
-
 class Meter:
     """All-reduces of the user's own, started in the middle of backward."""
 
@@ -105,8 +98,8 @@ class Meter:
 
 def two_modules_and_calls_over_one_group(rank: int) -> None:
     """From the fourth step on, the modules' buckets come in a different order on each rank."""
-    models = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
-    plain = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
+    models = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
+    plain = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
     for model in models:
         gw.attach(model, codec=None, coalesce_bytes=0)
     meter = Meter()

@@ -28,6 +28,7 @@ from trained import (
 
 import gradwire as gw
 from ranks import caught
+from refusals import refusal
 
 
 class Module(L.LightningModule):
@@ -156,9 +157,8 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
         optimizer.zero_grad()
     compressed(handle)
     replicas_alike(flat(model))
-    error = caught(lambda: fabric.save(folder / "wrong.ckpt", {"gradwire": handle}))
-    assert isinstance(error, gw.ConfigError), error
-    assert "gw.lightning.state(handle)" in str(error)
+    told = refusal(lambda: fabric.save(folder / "wrong.ckpt", {"gradwire": handle}))
+    assert "gw.lightning.state(handle)" in told
     fabric.save(folder / "fabric.ckpt", {"model": model, "gradwire": gw.lightning.state(handle)})
     model, optimizer, again = made()
     state = {"model": model, "gradwire": gw.lightning.state(again)}
