@@ -1,6 +1,6 @@
 """Check that tests notice small wrong changes to the source: mutants.
 
-    scripts/mutants.py [--list] [--no-clean | --clean] [--tests-from DIR] [NAME ...]
+    scripts/mutants.py [--list] [--no-clean | --clean] [NAME ...]
 
 scripts/mutants_table.py has the mutants, each with the tests that should fail. The repository is
 copied once to a temporary folder. There the named tests first run on the unchanged source, where
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from mutants_table import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
 CLEAN_S = 1800.0  # bound of the run on the unchanged source
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests\w*/.+?)(?: - .*)?$", re.MULTILINE)
 # Cached bytecode is told apart by whole seconds and size, so each change has a second of its own.
 _SECONDS = count(int(time.time()))
 
@@ -68,17 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in chosen:
             print(f"{mutant.name:32} {mutant.why}")
         return 0
-    tests = given.tests_from.resolve()
-    problems = [problem for mutant in chosen if (problem := misfit(mutant, tests))]
+    problems = [problem for mutant in chosen if (problem := misfit(mutant))]
     if problems:
         print(*problems, sep="\n")
         return 1
-    chosen = [with_whole_files(mutant, tests) for mutant in chosen]
     # Processes whose parent has ended become children of this one, so that their CPU time counts.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends what runs, and cleans up
     with tempfile.TemporaryDirectory(prefix="gradwire-mutants-") as folder:
-        copy = Copy(Path(folder), tests)
+        copy = Copy(Path(folder))
         if not given.no_clean and not passes_unchanged(copy, chosen):
             return 1
         return 0 if given.clean else run_all(copy, chosen)
@@ -91,16 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     clean = parser.add_mutually_exclusive_group()
     clean.add_argument("--clean", action="store_true", help="run the unchanged source alone")
     clean.add_argument("--no-clean", action="store_true", help="skip the unchanged source")
-    parser.add_argument(
-        "--tests-from", type=Path, default=ROOT / "tests", metavar="DIR",
-        help="take the tests from another checkout's folder of tests",
-    )  # fmt: skip
     return parser
 
 
-def misfit(mutant: Mutant, tests: Path) -> str:
+def misfit(mutant: Mutant) -> str:
     """Why a mutant does not fit the source or the tests; "" if it does."""
-    source = ROOT / "src/gradwire" / mutant.file
+    source = ROOT / "src" / mutant.file
     if not source.is_file():
         return f"{mutant.name}: there is no {source}"
     found = source.read_text().count(mutant.before)
@@ -108,21 +102,13 @@ def misfit(mutant: Mutant, tests: Path) -> str:
         return f"{mutant.name}: the text to replace occurs {found} times in {mutant.file}, not once"
     if mutant.before == mutant.after:
         return f"{mutant.name}: changes nothing"
-    missing = [test for test in mutant.tests if not (tests / test.partition("::")[0]).exists()]
-    return f"{mutant.name}: {tests} has no {', '.join(missing)}" if missing else ""
+    missing = [test for test in mutant.tests if not _exists(test)]
+    return f"{mutant.name}: there is no {', '.join(missing)}" if missing else ""
 
 
-def with_whole_files(mutant: Mutant, tests: Path) -> Mutant:
-    """The mutant with a whole file in place of a test that the file does not have any more; says
-    so."""
-    named = []
-    for test in mutant.tests:
-        file, _, function = test.partition("::")
-        if function and f"def {function}(" not in (tests / file).read_text():
-            print(f"{mutant.name}: {file} has no {function}: the whole file runs")
-            test = file
-        named.append(test)
-    return replace(mutant, tests=tuple(named))
+def _exists(test: str) -> bool:
+    file, _, function = test.partition("::")
+    return (ROOT / file).is_file() and f"def {function}" in (ROOT / file).read_text()
 
 
 class Copy:
@@ -130,20 +116,16 @@ class Copy:
 
     Args:
         folder: empty; also gets the cache of kernels.
-        tests: the folder to copy as `tests`.
     """
 
-    def __init__(self, folder: Path, tests: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.root = folder / "copy"
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
         for name in filter(None, listed.stdout.split("\0")):
-            if not name.startswith("tests/") and (ROOT / name).is_file():
+            if (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
-        shutil.copytree(
-            tests, self.root / "tests", ignore=shutil.ignore_patterns("__pycache__", ".hypothesis")
-        )
         kept = {key: v for key, v in os.environ.items() if not key.startswith(("GRADWIRE_", "PYT"))}
         # precedes the editable install of ROOT
         self.environment = kept | {"PYTHONPATH": str(self.root / "src")}
@@ -162,7 +144,7 @@ class Copy:
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
         """Within, the source has the mutant's change."""
-        path = self.root / "src/gradwire" / mutant.file
+        path = self.root / "src" / mutant.file
         original = path.read_text()
         self._write(path, original.replace(mutant.before, mutant.after))
         try:
@@ -180,7 +162,7 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
         command += ["-x"] if stops else []
         command += ["-n", str(workers), "--dist", "loadgroup"] if workers > 1 else []
-        command += [f"tests/{test}" for test in tests]
+        command += tests
         begun, used = time.monotonic(), _cpu_seconds()
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
@@ -202,7 +184,7 @@ class Copy:
             output.seek(0)
             text = output.read()
         failed = _FAILED.search(text)
-        first = failed[1].removeprefix("tests/") if failed else ""
+        first = failed[1] if failed else ""
         return Outcome(code, first, text, time.monotonic() - begun, _cpu_seconds() - used)
 
 
