@@ -223,3 +223,24 @@ def wrong(fault: Fault, reports: list[Report], bound: float = BOUND_S) -> str | 
         elif seconds > bound:
             found.append(f"rank {rank} ended after {seconds:.1f} s: {each.end}")
     return "; ".join(found) or None
+
+
+def kinds(way: str) -> list[str]:
+    """The faults that there are over a transport; shared memory needs no connection."""
+    if way == "threads":
+        return list(BY_THREADS)
+    return [kind for kind in BY_PROCESSES if (kind, way) != ("drop", "shm")]
+
+
+def run(kind: str, program: Program, way: str, bound: float) -> str | None:
+    """Run a program with a fault of this kind; what is wrong, or None."""
+    fault = Fault.of(kind, program)
+    try:
+        if way == "threads":
+            reports = by_threads(fault, program)
+        else:
+            reports = by_processes(fault, program, shm=way == "shm")
+    except TimeoutError as error:
+        return f"{fault}, {way}: {error}"
+    found = wrong(fault, reports, bound)
+    return found and f"{fault}, {way}: {found}"
