@@ -12,6 +12,7 @@ from codec_calls import gradient, round_trip
 from gradwire.codecs import LearnedLevels
 from gradwire.errors import ConfigError
 from gradwire.lang import kernels
+from gradwire.lang.native import source
 from products import one_in
 
 SIZE = 30_000
@@ -98,6 +99,7 @@ def test_levels_are_arguments_of_kernels() -> None:
         nearest = (unit.view(-1, 1) - torch.tensor(table).double()).abs().amin(1)
         assert nearest.max() < 1e-5
         assert kernels(codec).layout == kernels(LearnedLevels(2, 100)).layout
+        assert source(codec) == source(LearnedLevels(2, 100))
 
 
 def test_levels_are_checked() -> None:
