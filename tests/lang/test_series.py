@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from codec_calls import gradient
+from codec_calls import SUMS, gradient
 from gradwire.codecs import QSGD, Cast, Codec, Identity, LowRank, OneBit, TopK
 from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import ROW, KernelCall, Kernels, Series, kernels
@@ -78,7 +78,7 @@ class Memory:
         )
 
     def calls(self, form: str) -> list[KernelCall]:
-        sums = form in ("decode_sum", "reduce_encode", "reduce_encode_ef")
+        sums = form in SUMS
         width = len(SIZES)
         return [
             KernelCall(

@@ -28,7 +28,7 @@ from ends import End, ends, raised
 from gradwire.aggregators import Aggregator, Context, StateSpec, Steps
 from stress.programs import Action, Call, Program, Scope
 from stress.running import RankContext, Runner
-from stress.slow import Delays, slow_groups
+from stress.slow import slow_groups
 from stress.worlds import Threads, of_transport, process_context
 
 BY_THREADS = ("raise", "coroutine", "call", "scope", "destroy", "drop")
@@ -164,8 +164,7 @@ def by_threads(fault: Fault, program: Program) -> list[Report]:
 
 def _body(rank: int, fault: Fault, seed: int) -> Report:
     program = Program.of(seed, dist.get_world_size())
-    delays = Delays(f"{seed} {rank}")
-    slow_groups(delays)
+    delays = slow_groups(f"{seed} {rank}")
     ctx = process_context(program, TIMEOUT_S)
 
     def breaks(kind: str, action: Action) -> None:
