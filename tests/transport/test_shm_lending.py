@@ -141,19 +141,15 @@ def test_memory_is_taken_first_fit_and_given_back(alone: Shm) -> None:
     assert store is not None
     fd = store.whole.fd
     before = os.fstat(fd).st_blocks
-    taken = [store.take(1 << 20) for _ in range(3)]
-    addresses = [memory.data_ptr() for memory in taken if memory is not None]
-    assert len(addresses) == 3
+    held = [taken(alone, 1 << 20) for _ in range(3)]
+    addresses = [memory.data_ptr() for memory in held]
     assert all(address % mmap.PAGESIZE == 0 for address in addresses)
     assert store.used == 3 << 20
     assert alone.shared_bytes == alone.nbytes + (3 << 20)
     assert os.fstat(fd).st_blocks - before == (3 << 20) // 512
-    assert taken[1] is not None
-    taken[1].fill_(1)
-    store.give(taken[1])
+    store.give(held[1].fill_(1))
     assert os.fstat(fd).st_blocks - before == (2 << 20) // 512
-    again = store.take(1 << 19)
-    assert again is not None
+    again = taken(alone, 1 << 19)
     assert again.data_ptr() == addresses[1]
     assert not again.any()
     store.give(torch.zeros(10))  # not from the store
@@ -164,9 +160,7 @@ def test_a_forked_child_leaves_the_store_alone(alone: Shm, monkeypatch: pytest.M
     """A child may have mapped other memory at the store's address."""
     store = alone.store
     assert store is not None
-    memory = store.take(1 << 20)
-    assert memory is not None
-    memory.fill_(7)
+    memory = taken(alone, 1 << 20).fill_(7)
     parent = os.getpid()
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: parent + 1)
