@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,6 +145,13 @@ def call(
     return result
 
 
+def round_trip(codec: Codec, values: torch.Tensor, key: int = 7, **how: Any) -> torch.Tensor:
+    """What is decoded, into memory with other values; see `call` for the arguments."""
+    payload = call(codec, "encode", values, key=key, **how).payload
+    memory = torch.full_like(values, 9.0)
+    return call(codec, "decode", memory, payload=payload, key=key, **how).values
+
+
 def drawn(codec: Codec, values: torch.Tensor, draws: int, key: int = 0) -> torch.Tensor:
     """float32[draws, n]: what n values decode to on target c with the keys from `key` on."""
     made, n = kernels(codec, torch.float32, "c"), len(values)
@@ -179,3 +188,64 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     a_nan, b_nan = torch.isnan(a), torch.isnan(b)
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return torch.equal(a_nan, b_nan) and torch.equal(a.view(bits)[~a_nan], b.view(bits)[~b_nan])
+
+
+# ---- target c and the interpreter
+
+SUMS = ("decode_sum", "reduce_encode", "reduce_encode_ef")  # forms that read payloads of peers
+
+
+@lru_cache(maxsize=256)
+def fixed(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """What `gradient` makes, once; `call` copies it."""
+    return gradient(n, dtype, seed)
+
+
+@lru_cache(maxsize=64)
+def payloads(codec: Codec, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
+    """Valid payloads of n values: of the caller, and of the origins 2 and 3."""
+    given = [(1, {"key": 1}), *((s, {"key": key_of(s), "start": 640}) for s in (2, 3))]
+    return [
+        call(codec, "encode", fixed(n, dtype, s), target="eager", **how).payload for s, how in given
+    ]
+
+
+def run(
+    codec: Codec, form: str, values: torch.Tensor, target: str, threads: int = 1, start: int = 640
+) -> Result:
+    """Run a form with payloads, peers and residuals that do not depend on the target."""
+    n = values.numel()
+    payload, *peers = payloads(codec, values.dtype, n)
+    summed = form in SUMS
+    return call(
+        codec, form, values, target=target, payload=payload, residual=fixed(n, seed=4),
+        peers=peers * summed, rank=int(summed), factor=1 / 3, threads=threads, start=start,
+        origins=(2, 3) * summed,
+    )  # fmt: skip
+
+
+def unequal(a: Result, b: Result) -> str:
+    """The parts that differ."""
+    parts = {
+        "payload": torch.equal(a.payload, b.payload),
+        "values": same(a.values, b.values),
+        "residual": same(a.residual, b.residual),
+    }
+    return ", ".join(part for part, is_same in parts.items() if not is_same)
+
+
+def differing(
+    codec: Codec, forms: Iterable[str], given: Iterable[torch.Tensor], threads: int = 1, **how: int
+) -> list[str]:
+    """The forms in which target c writes other bytes than the interpreter, of given values."""
+    return [
+        f"{codec!r}: {form} of {len(values)} x {values.dtype} with {threads} threads: {found}"
+        for values in given
+        for form in forms
+        if (
+            found := unequal(
+                run(codec, form, values, "c", threads, **how),
+                run(codec, form, values, "eager", **how),
+            )
+        )
+    ]

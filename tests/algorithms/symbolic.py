@@ -37,16 +37,23 @@ class Rank:
     done: set[int] = field(default_factory=set)
 
 
+def begin(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -> list[Rank]:
+    """All ranks, whose values are their own."""
+    ranks = []
+    for number in range(world_size):
+        graph = algorithm.build(number, world_size, sizes)
+        rank = Rank(number, graph, list(graph.waits))
+        for s, segment in enumerate(sizes):
+            for c in range(algorithm.chunks(world_size)):
+                if segment[c]:
+                    rank.values[s, c] = Counter([number])
+        ranks.append(rank)
+    return ranks
+
+
 def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -> list[Rank]:
     """Run all ranks to their ends. Fails on a deadlock, or if two messages have the same key."""
-    chunks = algorithm.chunks(world_size)
-    graphs = [algorithm.build(r, world_size, sizes) for r in range(world_size)]
-    ranks = [Rank(r, g, list(g.waits)) for r, g in enumerate(graphs)]
-    for rank in ranks:
-        for s, segment in enumerate(sizes):
-            for c in range(chunks):
-                if segment[c]:
-                    rank.values[s, c] = Counter([rank.number])
+    chunks, ranks = algorithm.chunks(world_size), begin(algorithm, sizes, world_size)
     mail: dict[MessageKey, Message] = {}
     reused = {
         key_of(rank, task): (rank, earlier)
@@ -57,7 +64,8 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
     moved = True
     while moved:
         moved = False
-        for rank, graph in zip(ranks, graphs, strict=True):
+        for rank in ranks:
+            graph = rank.graph
             receives = (t for t, kind in enumerate(graph.kind) if kind is Kind.RECV)
             awaited = next((t for t in receives if t not in rank.done), None)
             for task, kind in enumerate(graph.kind):

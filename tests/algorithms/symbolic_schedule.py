@@ -5,10 +5,9 @@ between two ranks the first send matches the first receive.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from symbolic import Rank, key_of, message_of, step, take
+from symbolic import Rank, begin, key_of, message_of, step, take
 
 from gradwire.algorithms import Algorithm
 from gradwire.engine import Graph, Kind
@@ -56,13 +55,7 @@ def check_order(graph: Graph, stages: Sequence[Wave]) -> None:
 def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Rank]:
     """Run all ranks to their ends. Fails on a deadlock, or if different messages match."""
     chunks = algorithm.chunks(n)
-    plans = schedules(algorithm, sizes, n)
-    ranks = [Rank(r, algorithm.build(r, n, sizes), []) for r in range(n)]
-    for rank in ranks:
-        for s, segment in enumerate(sizes):
-            for c in range(chunks):
-                if segment[c]:
-                    rank.values[s, c] = Counter([rank.number])
+    plans, ranks = schedules(algorithm, sizes, n), begin(algorithm, sizes, n)
     at = [0] * n  # per rank, the stage that its stream has reached
     posted: list[list[list[int]]] = [[] for _ in range(n)]  # per rank and batch, messages left
     moved = True

@@ -1,7 +1,8 @@
-"""The algorithm hierarchical on any machines: peers, numbers of messages, memory."""
+"""Algorithms in two levels on any machines: what each rank ends with, peers, bytes, memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -9,21 +10,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from symbolic import run
-from test_graphs import check, columns_of, draw_sizes
+from test_graphs import both_forms, check, columns_of, draw_sizes, longest_way
 
-from gradwire.algorithms import REGISTRY, Hierarchical
+from gradwire.algorithms import (
+    OF,
+    REGISTRY,
+    Algorithm,
+    Hierarchical,
+    HierarchicalAllGather,
+    HierarchicalReduceScatter,
+)
+from gradwire.algorithms.holders import Holders
 from gradwire.engine import Graph, Kind
+from ranks import WORLD_SIZES
 
 quickly = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 anywhere = st.lists(st.integers(0, 8), min_size=1, max_size=12)
-
-
-def with_locals(algorithm: Hierarchical, sizes: list[list[int]]) -> list[list[int]]:
-    """Sizes, with the columns for full precision."""
-    full = algorithm.inside == "full"
-    return [segment + [4 * size for size in segment] * full for segment in sizes]
 
 
 def sent_to(graph: Graph) -> list[int]:
@@ -53,7 +57,7 @@ def test_a_machine_alone_in_its_row() -> None:
 
 def check_all(algorithm: Hierarchical, sizes: list[list[int]]) -> None:
     nodes = algorithm.nodes
-    sizes = with_locals(algorithm, sizes)
+    sizes = both_forms(algorithm, sizes)
     check(algorithm, len(nodes), sizes)
     for rank in range(len(nodes)):
         assert_values_change_in_order(
@@ -89,7 +93,7 @@ def test_equal_machines_have_equal_ranks() -> None:
 def check_equal(machines: int, ranks: int, inside: str, between: str) -> None:
     n = machines * ranks
     algorithm = Hierarchical(tuple(r // ranks for r in range(n)), inside, between)
-    sizes = with_locals(algorithm, [[160] * algorithm.chunks(n)])
+    sizes = both_forms(algorithm, [[160] * algorithm.chunks(n)])
     assert algorithm.chunks(n) == n
     graphs = [algorithm.build(r, n, sizes) for r in range(n)]
     assert len({len(graph) for graph in graphs}) == 1
@@ -121,17 +125,6 @@ def test_a_small_machine_holds_as_many_shares() -> None:
     assert sorted(found[3]) == [0, 0, 2, 2, 4, 4, 4]
 
 
-def test_alone_on_its_machine_it_is_sra() -> None:
-    for n, order in product([1, 2, 3, 4, 5, 8], (0, 1, -1)):
-        sizes, nodes = [[160] * n, [16] * n], tuple(range(n))[::order] if order else ()
-        algorithm, sra = Hierarchical(nodes), REGISTRY["sra"]
-        assert algorithm.rounds(n) == sra.rounds(n)
-        for rank in range(n):
-            found, expected = (a.build(rank, n, sizes) for a in (algorithm, sra))
-            assert messages_and_sums(found) == messages_and_sums(expected)
-            assert algorithm.wire_bytes(rank, n, sizes) == sra.wire_bytes(rank, n, sizes)
-
-
 def messages_and_sums(graph: Graph) -> list[tuple[Any, ...]]:
     """All tasks except decodes, which are fewer here."""
     return sorted(task for task in columns_of(graph) if not task[0].startswith("decode"))
@@ -140,7 +133,7 @@ def messages_and_sums(graph: Graph) -> list[tuple[Any, ...]]:
 def test_one_machine_alone() -> None:
     for inside in ("full", "codec"):
         algorithm = Hierarchical((7,) * 4, inside)
-        sizes = with_locals(algorithm, [[160] * 4])
+        sizes = both_forms(algorithm, [[160] * 4])
         assert algorithm.rounds(4) == 2
         assert algorithm.rounds_between(4) == 0
         for rank in run(algorithm, sizes, 4):
@@ -162,22 +155,144 @@ def test_a_grid_is_chosen_where_it_spares_messages() -> None:
     assert set(range(40, 200)) <= set(found)
 
 
-def test_expected_time_counts_links_between_machines() -> None:
-    algorithm = Hierarchical(tuple(r // 2 for r in range(8)))
-    assert algorithm.seconds(8, 1e6, 1e-3, 8e-9) == pytest.approx(2e-3 + 1.5 * 8e-3)
-    grid = Hierarchical(tuple(r // 2 for r in range(8)), between="grid")
-    assert grid.seconds(8, 1e6, 1e-3, 8e-9) == pytest.approx(4e-3 + 1.5 * 8e-3)
-
-
 def test_memory_is_as_documented() -> None:
     """docs/reference/algorithms.md, three machines of two; results that are not forwarded reuse
     locals' memory."""
     machines, ranks = 3, 2
     for inside in ("codec", "full"):
         algorithm = Hierarchical((0, 0, 1, 1, 2, 2), inside)
-        graph = algorithm.build(0, 6, with_locals(algorithm, [[160] * 6]))
+        graph = algorithm.build(0, 6, both_forms(algorithm, [[160] * 6]))
         reused = {b for t, first in enumerate(graph.reuses) if first >= 0 for b in graph.writes[t]}
         roles = [role for b, role in enumerate(graph.buffer_role) if b not in reused]
         assert roles.count("local") / 6 == pytest.approx(2 * (ranks - 1) / ranks)
         between = (3 * machines - 2) / machines / ranks
         assert (len(roles) - roles.count("local")) / 6 == pytest.approx(between)
+
+
+# ---- shards: reduce-scatter and all-gather in two levels ----------------------------------------
+
+Scatter = HierarchicalReduceScatter
+
+
+def both(nodes: list[int] | tuple[int, ...]) -> list[HierarchicalAllGather | Scatter]:
+    machines = tuple(nodes)
+    return [HierarchicalAllGather(machines), *(Scatter(machines, how) for how in ("codec", "full"))]
+
+
+@quickly
+@given(nodes=anywhere, data=st.data())
+def test_a_shard_crosses_to_or_from_a_machine_once(nodes: list[int], data: st.DataObject) -> None:
+    n = len(nodes)
+    plain = draw_sizes(data, n)
+    live = [(s, c) for s, segment in enumerate(plain) for c in range(n) if segment[c]]
+    for algorithm in both(nodes):
+        crossed: Counter[tuple[int, int, int]] = Counter()  # segment, shard, the other machine
+        for rank in range(n):
+            graph = algorithm.build(rank, n, both_forms(algorithm, plain))
+            for task, kind in enumerate(graph.kind):
+                ends = nodes[rank], nodes[graph.peer[task]]
+                if kind is Kind.SEND and ends[0] != ends[1]:
+                    (b,) = graph.message(task)
+                    chunk = graph.buffer_chunk[b]
+                    (other,) = {*ends} - {nodes[chunk]}
+                    crossed[graph.buffer_segment[b], chunk, other] += 1
+        expected = {(s, c, other): 1 for s, c in live for other in {*nodes} - {nodes[c]}}
+        assert crossed == expected
+
+
+@quickly
+@given(nodes=anywhere)
+def test_every_machine_has_a_holder_of_every_shard(nodes: list[int]) -> None:
+    """The ranks of a machine hold equal numbers of other machines' shards, or one more or less."""
+    holders, n = Holders(tuple(nodes)), len(nodes)
+    held = {rank: holders.held(rank) for rank in range(n)}
+    for ranks in holders.machines:
+        elsewhere = [shard for shard in range(n) if shard not in ranks]
+        assert sorted(shard for rank in ranks for shard in held[rank]) == elsewhere
+        counts = [len(held[rank]) for rank in ranks]
+        assert max(counts) - min(counts) <= 1
+    for shard in range(n):
+        assert sorted(holders.abroad(shard)) == [r for r in range(n) if shard in held[r]]
+
+
+@quickly
+@given(nodes=anywhere, data=st.data())
+def test_shards_on_any_machines(nodes: list[int], data: st.DataObject) -> None:
+    """No deadlock, bytes are accounted, and each rank ends with what belongs to it."""
+    n = len(nodes)
+    plain = draw_sizes(data, n)
+    for algorithm in both(nodes):
+        sizes = both_forms(algorithm, plain)
+        check(algorithm, n, sizes, whole=False)
+        ranks = run(algorithm, sizes, n)
+        for rank in ranks:
+            assert_values_change_in_order(rank.graph, n)
+            for (_, chunk), total in rank.values.items():
+                if isinstance(algorithm, HierarchicalAllGather):
+                    assert total == {chunk: 1}
+                elif chunk == rank.number:
+                    assert total == dict.fromkeys(range(n), 1)
+            if isinstance(algorithm, HierarchicalAllGather):
+                assert rank.maker == ranks[0].maker
+
+
+def test_rounds_of_shards_are_the_longest_way() -> None:
+    for text in ("0", "00", "01", "001", "00000", "01233", "001122"):
+        nodes = tuple(map(int, text))
+        n, machines = len(nodes), len(set(nodes))
+        for algorithm in both(nodes):
+            assert algorithm.rounds(n) == longest_way(
+                algorithm, n, both_forms(algorithm, [[16] * n])
+            )
+            assert algorithm.rounds(n) == (machines > 1) + (machines < n)
+            assert algorithm.rounds_between(n) == (machines > 1)
+
+
+def test_shards_of_equal_machines_have_equal_ranks() -> None:
+    """Between machines a rank exchanges with its counterparts only; as many bytes as SRA in all."""
+    for machines, ranks in ((2, 2), (2, 3), (4, 2), (3, 4)):
+        n = machines * ranks
+        nodes = tuple(rank // ranks for rank in range(n))
+        for algorithm, rank in product(both(nodes), range(n)):
+            sizes = both_forms(algorithm, [[160] * n])
+            gathers = isinstance(algorithm, HierarchicalAllGather)
+            peers = sent_to(algorithm.build(rank, n, sizes))
+            others = [p for p in peers if nodes[p] != nodes[rank]]
+            assert sorted(others) == [p for p in range(rank % ranks, n, ranks) if p != rank]
+            inside = machines if gathers else 2  # messages to each neighbour
+            assert len(peers) - len(others) == inside * (ranks - 1)
+            if gathers or algorithm.inside == "codec":
+                assert algorithm.wire_bytes(rank, n, sizes) == (n - 1) * (160 + 48)
+
+
+# ---- all three ----------------------------------------------------------------------------------
+
+
+def test_alone_on_its_machine_it_is_sra() -> None:
+    for n, order in product(WORLD_SIZES, (0, 1, -1)):
+        plain, nodes = [[160] * n, [16] * n], tuple(range(n))[::order] if order else ()
+        gather, *scatters = both(nodes)
+        for algorithm, sra in (
+            (Hierarchical(nodes), REGISTRY["sra"]),
+            (gather, OF["all_gather"]["sra"]),
+            *((scatter, OF["reduce_scatter"]["sra"]) for scatter in scatters),
+        ):
+            sizes = both_forms(algorithm, plain)
+            assert algorithm.rounds(n) == sra.rounds(n)
+            for rank in range(n):
+                found, expected = algorithm.build(rank, n, sizes), sra.build(rank, n, plain)
+                assert messages_and_sums(found) == messages_and_sums(expected)
+                assert algorithm.wire_bytes(rank, n, sizes) == sra.wire_bytes(rank, n, plain)
+
+
+def test_expected_time_counts_links_between_machines() -> None:
+    nodes = tuple(rank // 2 for rank in range(8))
+    rows: list[tuple[Algorithm, float]] = [
+        (Hierarchical(nodes), 2e-3 + 1.5 * 8e-3),
+        (Hierarchical(nodes, between="grid"), 4e-3 + 1.5 * 8e-3),
+        *((algorithm, 1e-3 + 0.75 * 8e-3) for algorithm in both(nodes)),
+    ]
+    for algorithm, expected in rows:
+        assert algorithm.seconds(8, 1e6, 1e-3, 8e-9) == pytest.approx(expected)
+    for algorithm in both((0, 0)):
+        assert algorithm.seconds(2, 1e6, 1e-3, 8e-9) == 0.0

@@ -8,8 +8,8 @@ import symbolic
 import symbolic_schedule
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from symbolic import Rank, key_of
-from test_graphs import draw_sizes, served
+from symbolic import begin, key_of
+from test_graphs import both_forms, draw_sizes, served
 
 from gradwire.algorithms import (
     OF,
@@ -58,13 +58,7 @@ ALGORITHMS = {
 
 
 def even_sizes(algorithm: Algorithm, n: int, segments: int) -> list[list[int]]:
-    return [uncompressed(algorithm, [16] * algorithm.chunks(n)) for _ in range(segments)]
-
-
-def uncompressed(algorithm: Algorithm, segment: list[int]) -> list[int]:
-    """Sizes, with the columns for full precision, if any."""
-    plain = getattr(algorithm, "inside", "codec") == "full"
-    return segment + [4 * size for size in segment] if plain else segment
+    return both_forms(algorithm, [[16] * algorithm.chunks(n)] * segments)
 
 
 def check(algorithm: Algorithm, sizes: list[list[int]], n: int) -> None:
@@ -78,7 +72,7 @@ def check(algorithm: Algorithm, sizes: list[list[int]], n: int) -> None:
 
 def check_slots(algorithm: Algorithm, sizes: list[list[int]], n: int) -> None:
     """The numbers of messages are equal at both ends, and unique per link."""
-    ranks = [Rank(r, algorithm.build(r, n, sizes), []) for r in range(n)]
+    ranks = begin(algorithm, sizes, n)
     sent, received = (
         {
             key_of(rank, task): rank.graph.slot[task]
@@ -115,8 +109,7 @@ def test_nobody_waits_for_ever(name: str) -> None:
     @given(n=st.integers(1, 9), data=st.data())
     def whatever_is_empty(n: int, data: st.DataObject) -> None:
         algorithm = ALGORITHMS[name](n)
-        drawn = draw_sizes(data, algorithm.chunks(n))
-        sizes = [uncompressed(algorithm, segment) for segment in drawn]
+        sizes = both_forms(algorithm, draw_sizes(data, algorithm.chunks(n)))
         check(algorithm, sizes, n)
         check_slots(algorithm, sizes, n)
 

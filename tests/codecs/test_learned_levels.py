@@ -8,10 +8,11 @@ from itertools import product
 import pytest
 import torch
 
-from codec_calls import call, gradient
+from codec_calls import gradient, round_trip
 from gradwire.codecs import LearnedLevels
 from gradwire.errors import ConfigError
 from gradwire.lang import kernels
+from gradwire.lang.native import source
 from products import one_in
 
 SIZE = 30_000
@@ -28,8 +29,7 @@ def sample(kind: str, size: int = SIZE) -> torch.Tensor:
 
 
 def error(codec: LearnedLevels, values: torch.Tensor) -> float:
-    payload = call(codec, "encode", values, target="eager").payload
-    decoded = call(codec, "decode", values, payload=payload, target="eager").values
+    decoded = round_trip(codec, values, target="eager")
     return float((decoded.double() - values.double()).square().sum())
 
 
@@ -90,10 +90,7 @@ def test_levels_are_arguments_of_kernels() -> None:
     values = sample("gaussian", 3000)
     levels = [(0.0, 0.3, 0.6, 1.0), (0.1, 0.3, 0.6, 0.9)]
     a, b = (LearnedLevels(2, 100, levels=x) for x in levels)
-    decoded = [
-        call(codec, "decode", values, payload=call(codec, "encode", values).payload).values
-        for codec in (a, b)
-    ]
+    decoded = [round_trip(codec, values) for codec in (a, b)]
     assert not torch.equal(*decoded)
     for codec, table, values_of in zip((a, b), levels, decoded, strict=True):
         low = values.split(100)[0].min()
@@ -102,6 +99,7 @@ def test_levels_are_arguments_of_kernels() -> None:
         nearest = (unit.view(-1, 1) - torch.tensor(table).double()).abs().amin(1)
         assert nearest.max() < 1e-5
         assert kernels(codec).layout == kernels(LearnedLevels(2, 100)).layout
+        assert source(codec) == source(LearnedLevels(2, 100))
 
 
 def test_levels_are_checked() -> None:

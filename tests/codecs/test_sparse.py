@@ -8,19 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_calls import call, gradient
-from gradwire.codecs import DGC, AdaComp, Codec, GradDrop, HardThreshold, MSTopK, TopK
+from codec_calls import call, gradient, round_trip
+from gradwire.codecs import DGC, AdaComp, GradDrop, HardThreshold, MSTopK, TopK
 from gradwire.lang import layout
 
 MILLION = 1_000_000
 SEEDS = st.integers(0, 2**31)
 DENSITIES = (0.001, 0.1, 1.0)  # few, since each is compiled
-
-
-def sent(codec: Codec, values: torch.Tensor, key: int = 7, target: str = "c") -> torch.Tensor:
-    """`values` after encode and decode."""
-    payload = call(codec, "encode", values, key=key, target=target).payload
-    return call(codec, "decode", values, payload=payload, key=key, target=target).values
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -43,14 +37,14 @@ def test_topk_is_exact(seed: int, n: int, density: float, ties: bool, bad: int) 
     k = max(1, int(density * n))
     chosen = largest(values, k)
     expected = torch.where(chosen, values, 0.0)
-    decoded = sent(TopK(density, "fp32"), values)
+    decoded = round_trip(TopK(density, "fp32"), values)
     assert torch.equal(decoded.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
 
 
 def test_dgc_selects_the_largest_of_its_candidates() -> None:
     for seed in range(4):
         values = torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
-        decoded = sent(DGC(density=0.005, values="fp32"), values, key=seed)
+        decoded = round_trip(DGC(density=0.005, values="fp32"), values, key=seed)
         assert torch.equal(decoded, torch.where(largest(values, 100), values, 0.0)), seed
 
 
@@ -59,7 +53,7 @@ def test_counts_are_within_a_fifth_of_k() -> None:
     for seed in range(1):
         values = torch.randn(MILLION, generator=torch.Generator().manual_seed(seed))
         for codec in (DGC(), DGC(0.01), GradDrop(), GradDrop(0.001)):
-            share = int((sent(codec, values, key=seed) != 0).sum()) / MILLION
+            share = int((round_trip(codec, values, key=seed) != 0).sum()) / MILLION
             if abs(share - codec.density) > 0.2 * codec.density:
                 faults.append((codec, seed, share))
     assert not faults
@@ -67,7 +61,7 @@ def test_counts_are_within_a_fifth_of_k() -> None:
 
 def test_graddrop_drops_values_below_a_threshold() -> None:
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
-    decoded = sent(GradDrop(0.02, "fp32"), values)
+    decoded = round_trip(GradDrop(0.02, "fp32"), values)
     kept = decoded != 0
     assert torch.equal(decoded[kept], values[kept])
     assert values[kept].abs().min() >= values[~kept].abs().max()
@@ -77,7 +71,7 @@ def test_graddrop_has_room_for_a_quarter_more() -> None:
     codec = GradDrop(0.01, "fp32")
     values = torch.ones(50_000)  # all reach any threshold
     values[40_000:] = 2.0
-    decoded = sent(codec, values)
+    decoded = round_trip(codec, values)
     assert int((decoded != 0).sum()) == 625
     assert torch.equal(decoded, torch.where(largest(values, 625), values, 0.0))
 
@@ -86,7 +80,7 @@ def test_graddrop_has_room_for_a_quarter_more() -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_mstopk_is_within_a_hundredth_of_k(seed: int, n: int, density: float) -> None:
     values = torch.randn(n, generator=torch.Generator().manual_seed(seed))
-    count = int((sent(MSTopK(density, "fp32"), values) != 0).sum())
+    count = int((round_trip(MSTopK(density, "fp32"), values) != 0).sum())
     k = max(1, math.floor(torch.tensor(n) * torch.tensor(density, dtype=torch.float32)))
     assert k - 1 <= count <= max(1, 1.01 * k) + 1
 
@@ -94,7 +88,7 @@ def test_mstopk_is_within_a_hundredth_of_k(seed: int, n: int, density: float) ->
 def test_mstopk_finds_the_largest_at_any_scale() -> None:
     for size in (1e-30, 1.0, 1e30):
         values = torch.randn(10_000, generator=torch.Generator().manual_seed(2)) * size
-        decoded = sent(MSTopK(0.1, "fp32"), values)
+        decoded = round_trip(MSTopK(0.1, "fp32"), values)
         chosen = decoded != 0
         assert 1000 <= int(chosen.sum()) <= 1010, size
         assert torch.equal(chosen, largest(values, int(chosen.sum()))), size
@@ -111,19 +105,19 @@ def test_mstopk_sends_the_largest_beyond_the_resolution_of_its_search() -> None:
         given[2777] = outlier
         for density in (0.001, 0.1):
             codec = MSTopK(density, "fp32")
-            decoded = sent(codec, given, target="eager")
+            decoded = round_trip(codec, given, target="eager")
             chosen = largest(given, min(layout(codec).capacity(3000), int(given.count_nonzero())))
             chosen &= ~torch.isfinite(given) | math.isfinite(outlier)  # else only what is not
             assert torch.equal(decoded, torch.where(chosen, given, 0)), (dtype, outlier, density)
-            overflow = sent(MSTopK(density), given, target="eager")[2777]  # sent as fp16
+            overflow = round_trip(MSTopK(density), given, target="eager")[2777]  # sent as fp16
             expected = given[2777].to(torch.float16).to(dtype)
             assert torch.equal(overflow, expected), (dtype, outlier, density)
             if density == 0.1 and dtype == torch.float32:
-                assert torch.equal(decoded, sent(codec, given)), outlier
+                assert torch.equal(decoded, round_trip(codec, given)), outlier
 
 
 def test_mstopk_sends_the_first_of_many_equal_values() -> None:
-    decoded = sent(MSTopK(0.1, "fp32"), torch.full((1000,), -3.0))
+    decoded = round_trip(MSTopK(0.1, "fp32"), torch.full((1000,), -3.0))
     assert torch.equal(decoded, torch.where(torch.arange(1000) < 101, -3.0, 0.0))
 
 
@@ -132,7 +126,7 @@ def test_non_finite_values_are_always_sent() -> None:
     values = torch.ones(5000)
     values[4999], values[4000] = math.nan, -math.inf
     for codec in (TopK(), DGC(0.01), GradDrop(), MSTopK(0.1, "fp32"), HardThreshold(1e-3, 0.01)):
-        decoded = sent(codec, values)
+        decoded = round_trip(codec, values)
         assert torch.equal(~torch.isfinite(decoded), ~torch.isfinite(values)), codec
 
 
@@ -143,7 +137,7 @@ def test_hardthreshold_sends_values_that_reach_it(seed: int, threshold: float) -
     reached = values.abs() >= torch.tensor(threshold, dtype=torch.float32)
     room = 100
     chosen = reached & largest(values, room)
-    decoded = sent(HardThreshold(threshold, room / 2000, "fp32"), values)
+    decoded = round_trip(HardThreshold(threshold, room / 2000, "fp32"), values)
     assert torch.equal(decoded, torch.where(chosen, values, 0.0))
 
 

@@ -62,15 +62,6 @@ def test_a_broken_source_of_target_triton_is_written_anew(
     assert gpu.load(text).second == 2
 
 
-def test_a_whole_library_is_not_compiled_anew(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(library, tmp_path)
-    monkeypatch.setattr(jit, "run", None)
-    assert answer(tmp_path, monkeypatch) == 42
-    assert os.listdir(tmp_path) == [library.name]
-
-
 def file_for_a_folder(cache: Path, library: Path) -> None:
     cache.write_text("not a folder")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from test_verify import misplaced
 
-from codec_calls import call, gradient
+from codec_calls import SUMS, call, gradient, round_trip
 from gradwire.codecs import LowRank
 from gradwire.lang import Codec, eager, forms, ir, layout, shapes
 from gradwire.lang.call import Call
@@ -36,173 +35,97 @@ from gradwire.lang.ops import (
 )
 
 
-def factors(g: Any, rank: int = 2, columns: int = 8) -> tuple[Any, Any]:
-    return decomp(matrix(g, columns), rank)
-
-
-def sent(p: Any, q: Any) -> Any:
+def factors(g: Any, left: tuple[Any, Any] = (2, 8), right: tuple[Any, Any] = (2, 8)) -> Any:
+    """A payload of two factors, each of a decomposition of its rank and number of columns."""
+    (p, _), (_, q) = (decomp(matrix(g, columns), rank) for rank, columns in (left, right))
     return concat(p=bf16(p), q=bf16(q))
 
 
-def low_rank(self: Any, g: Any) -> Any:
-    return sent(*factors(g))
+def low_rank(g: Any) -> Any:
+    return factors(g)
 
 
-def at_8(g: Any, change: Callable[..., Any]) -> Any:
-    """A payload with the result of `change` on a matrix of 8 columns and its factors."""
-    m = matrix(g, 8)
-    return concat(x=change(m, *decomp(m, 2)))
+def of_ranks_2_and_3(g: Any) -> Any:
+    return factors(g, right=(3, 8))
 
 
-Method = Callable[..., Any]
-# name -> (encode, decode, part of the message)
-CASES: dict[str, tuple[Method, Method | None, str]] = {
-    "columns": (lambda self, g: sent(*factors(g, 2, 0)), None, "columns=0 must be 1 to"),
-    "no whole columns": (lambda self, g: sent(*factors(g, 2, 8.0)), None, "columns=8.0"),  # type: ignore[arg-type]
-    "rank": (lambda self, g: sent(*decomp(matrix(g, 8), 0)), None, "rank=0 must be 1 to"),
-    "high rank": (
-        lambda self, g: sent(*decomp(matrix(g, 8), 9)),
-        None,
-        "rank=9 for 8 columns: it must be 1 to 8",
-    ),
-    "decomposed elements": (lambda self, g: sent(*decomp(g, 2)), None, "takes matrix(x, columns)"),
-    "a decomposed number": (
-        lambda self, g: sent(*decomp(3.0, 2)),  # type: ignore[arg-type]
-        None,
-        "takes matrix(x, columns)",
-    ),
-    "a matrix of numbers of blocks": (
-        lambda self, g: sent(*decomp(matrix(reduce(max, g.blocks(8)), 8), 2)),
-        None,
-        "takes numbers of elements, not block scope",
-    ),
-    "a matrix of a matrix": (
-        lambda self, g: sent(*decomp(matrix(matrix(g, 8), 8), 2)),
-        None,
-        "takes numbers of elements, not matrix scope",
-    ),
-    "two swapped factors": (
-        low_rank,
-        lambda self, p, q: elements(matmul(q, p)),
-        "a matrix of 8 x ceil(n / 8) does not hold the row's values",
-    ),
-    "inner sizes": (
-        low_rank,
-        lambda self, p, q: elements(matmul(matmul(p, q), q)),
-        "these are ceil(n / 8) x 8 and 8 x 2",
-    ),
-    "inner sizes of two ranks": (
-        lambda self, g: concat(p=bf16(factors(g, 2)[0]), q=bf16(factors(g, 3)[1])),
-        lambda self, p, q: elements(matmul(p, q)),
-        "these are ceil(n / 8) x 2 and 8 x 3",
-    ),
-    "inner sizes that follow from the row": (
-        lambda self, g: concat(p=bf16(factors(g, 2)[0]), q=bf16(factors(g, 2, 16)[1])),
-        lambda self, p, q: elements(matmul(matmul(q, p), matmul(q, p))),
+def of_widths_8_and_16(g: Any) -> Any:
+    return factors(g, right=(2, 16))
+
+
+def at_8(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """An encode: what `change` makes of a matrix of 8 columns, its factors, and the elements."""
+
+    def encode(g: Any) -> Any:
+        m = matrix(g, 8)
+        return concat(x=change(m, *decomp(m, 2), g))
+
+    return encode
+
+
+MIXED = "a matrix and elements do not mix"
+FACTOR = "field x: a stored matrix must be a factor of decomp, as floats"
+# (part of the message, encode)
+ENCODED: list[tuple[str, Callable[..., Any]]] = [
+    ("columns=0 must be 1 to", lambda g: factors(g, (2, 0))),
+    ("columns=8.0", lambda g: factors(g, (2, 8.0))),
+    ("rank=0 must be 1 to", lambda g: factors(g, (0, 8))),
+    ("rank=9 for 8 columns: it must be 1 to 8", lambda g: factors(g, (9, 8))),
+    ("takes matrix(x, columns)", lambda g: decomp(g, 2)),
+    ("takes matrix(x, columns)", lambda g: decomp(3.0, 2)),
+    ("takes numbers of elements, not block scope", lambda g: matrix(reduce(max, g.blocks(8)), 8)),
+    ("takes numbers of elements, not matrix scope", lambda g: matrix(matrix(g, 8), 8)),
+]
+# (part of the message, change of a matrix, its factors and the elements)
+CHANGED: list[tuple[str, Callable[..., Any]]] = [
+    ("matmul: takes a matrix; this is of element scope", lambda m, p, q, g: matmul(p, g)),
+    (f"{MIXED}: use elements(matrix)", lambda m, p, q, g: m - g),
+    (MIXED, lambda m, p, q, g: m / reduce(max, abs(g.blocks(8)))),
+    (MIXED, lambda m, p, q, g: where(g > 0.0, m, 0.0)),
+    ("of ceil(n / 8) x 8 and ceil(n / 16) x 16 cannot", lambda m, p, q, g: m - matrix(g, 16)),
+    ("use elements(", lambda m, p, q, g: reduce(max, m)),
+    ("use elements(", lambda m, p, q, g: count(m)),
+    ("only elements can be divided into blocks", lambda m, p, q, g: m.blocks(8)),
+    ("a factor of decomp", lambda m, p, q, g: m),
+    (FACTOR, lambda m, p, q, g: bf16(p * 2.0)),
+    (FACTOR, lambda m, p, q, g: uint(4, p)),
+    ("a factor of decomp", lambda m, p, q, g: fp32(matmul(p, q))),
+]
+# (part of the message, decode, encode if it is not low_rank)
+DECODED: list[tuple[Any, ...]] = [
+    ("8 x ceil(n / 8) does not hold the row's values", lambda p, q: elements(matmul(q, p))),
+    ("these are ceil(n / 8) x 8 and 8 x 2", lambda p, q: elements(matmul(matmul(p, q), q))),
+    ("these are ceil(n / 8) x 2 and 8 x 3", lambda p, q: elements(matmul(p, q)), of_ranks_2_and_3),
+    (
         "a matrix of 16 x 16 does not hold the row's values",
+        lambda p, q: elements(matmul(matmul(q, p), matmul(q, p))),
+        of_widths_8_and_16,
     ),
-    "a factor as the row": (low_rank, lambda self, p, q: elements(p), "of ceil(n / 8) x 2 does"),
-    "elements of a number": (
-        low_rank,
-        lambda self, p, q: elements(2.0),  # type: ignore[arg-type]
-        "takes a matrix; this is of constant scope",
-    ),
-    "elements of a condition": (
-        low_rank,
-        lambda self, p, q: elements(matmul(p, q) > 0.0),
-        "use where(condition, 1, 0)",
-    ),
-    "product with elements": (
-        lambda self, g: at_8(g, lambda m, p, q: matmul(p, g)),
-        None,
-        "matmul: takes a matrix; this is of element scope",
-    ),
-    "product with a number": (
-        low_rank,
-        lambda self, p, q: elements(matmul(p, 2.0)),  # type: ignore[arg-type]
-        "matmul: takes a matrix; this is of constant scope",
-    ),
-    "product of conditions": (
-        low_rank,
-        lambda self, p, q: elements(matmul(p > 0.0, q)),
-        "matmul: takes numbers",
-    ),
-    "a matrix and elements": (
-        lambda self, g: at_8(g, lambda m, p, q: m - g),
-        None,
-        "a matrix and elements do not mix: use elements(matrix)",
-    ),
-    "a matrix and an element's position": (
-        low_rank,
-        lambda self, p, q: elements(matmul(p, q) + index()),
-        "a matrix and elements do not mix",
-    ),
-    "a matrix and random elements": (
-        low_rank,
-        lambda self, p, q: elements(matmul(p, q) * random(shared="x")),
-        "a matrix and elements do not mix",
-    ),
-    "a matrix and numbers of blocks": (
-        lambda self, g: at_8(g, lambda m, p, q: m / reduce(max, abs(g.blocks(8)))),
-        None,
-        "a matrix and elements do not mix",
-    ),
-    "a matrix chosen by elements": (
-        lambda self, g: at_8(g, lambda m, p, q: where(g > 0.0, m, 0.0)),
-        None,
-        "a matrix and elements do not mix",
-    ),
-    "two shapes": (
-        low_rank,
-        lambda self, p, q: elements(matmul(p + q, q)),
+    ("of ceil(n / 8) x 2 does", lambda p, q: elements(p)),
+    ("takes a matrix; this is of constant scope", lambda p, q: elements(2.0)),
+    ("use where(condition, 1, 0)", lambda p, q: elements(matmul(p, q) > 0.0)),
+    ("matmul: takes a matrix; this is of constant scope", lambda p, q: elements(matmul(p, 2.0))),
+    ("matmul: takes numbers", lambda p, q: elements(matmul(p > 0.0, q))),
+    (MIXED, lambda p, q: elements(matmul(p, q) + index())),
+    (MIXED, lambda p, q: elements(matmul(p, q) * random(shared="x"))),
+    (
         "matrices of ceil(n / 8) x 2 and 8 x 2 cannot be combined elementwise",
+        lambda p, q: elements(matmul(p + q, q)),
     ),
-    "two shapes that a row may have": (
-        lambda self, g: at_8(g, lambda m, p, q: m - matrix(g, 16)),
-        None,
-        "of ceil(n / 8) x 8 and ceil(n / 16) x 16 cannot",
-    ),
-    "two shapes and a choice": (
-        low_rank,
-        lambda self, p, q: elements(matmul(where(isfinite(q), p, 0.0), q)),
+    (
         "cannot be combined elementwise",
+        lambda p, q: elements(matmul(where(isfinite(q), p, 0.0), q)),
     ),
-    "reduced": (lambda self, g: at_8(g, lambda m, p, q: reduce(max, m)), None, "use elements("),
-    "counted": (lambda self, g: at_8(g, lambda m, p, q: count(m)), None, "use elements("),
-    "blocks": (
-        lambda self, g: at_8(g, lambda m, p, q: m.blocks(8)),
-        None,
-        "only elements can be divided into blocks",
-    ),
-    "stored": (lambda self, g: at_8(g, lambda m, p, q: m), None, "a factor of decomp"),
-    "stored after a change": (
-        lambda self, g: at_8(g, lambda m, p, q: bf16(p * 2.0)),
-        None,
-        "field x: a stored matrix must be a factor of decomp, as floats",
-    ),
-    "stored as codes": (
-        lambda self, g: at_8(g, lambda m, p, q: uint(4, p)),
-        None,
-        "field x: a stored matrix must be a factor of decomp, as floats",
-    ),
-    "a stored product": (
-        lambda self, g: at_8(g, lambda m, p, q: fp32(matmul(p, q))),
-        None,
-        "a factor of decomp",
-    ),
-    "a decoded matrix": (low_rank, lambda self, p, q: matmul(p, q), "return elements, not a matri"),
-}
-
-
-def plain(self: Any, **fields: Any) -> None:
-    """Of codecs whose encode is wrong."""
+    ("return elements, not a matri", lambda p, q: matmul(p, q) + 0.0),
+]
 
 
 def test_errors_point_to_the_source() -> None:
-    lines = [line.strip() for line in linecache.getlines(__file__)]
-    helpers = range(lines.index("Method = Callable[..., Any]") + 1)
-    cases = {name: (e, d or plain, message) for name, (e, d, message) in CASES.items()}
-    assert misplaced(cases, __file__, helpers) == []
+    faults = misplaced(ENCODED, [factors])
+    for message, change in CHANGED:
+        faults += misplaced([(message, at_8(change))], [change])
+    decoded = [(message, *(encode or (low_rank,)), decode) for message, decode, *encode in DECODED]
+    assert faults + misplaced(decoded) == []
 
 
 @dataclass(frozen=True)
@@ -255,8 +178,8 @@ def test_matrices_have_their_traced_shapes(monkeypatch: pytest.MonkeyPatch) -> N
             values = gradient(numel)
             peer = call(codec, "encode", values, target="eager").payload
             for form in FORMS:
-                summed = form.startswith("reduce") or form == "decode_sum"
-                call(codec, form, values, target="eager", payload=peer, peers=[peer] * summed)
+                peers = [peer] * (form in SUMS)
+                call(codec, form, values, target="eager", payload=peer, peers=peers)
         assert seen >= {(codec, op) for op in ("matrix", "decompose", "product", "field")}
 
 
@@ -264,10 +187,7 @@ def test_matrices_of_two_codecs_are_distinguished_by_shape() -> None:
     """The fields of both codecs have the same names."""
     for columns in (8, 4, 8):
         codec, values = Residual(columns), torch.arange(64.0)
-        decoded = call(
-            codec, "decode", values, payload=call(codec, "encode", values).payload
-        ).values
-        assert torch.allclose(decoded, values, atol=2.0)
+        assert torch.allclose(round_trip(codec, values), values, atol=2.0)
     fields = forms.derive(Residual(4), "fp32").fields
     assert [str(f.shape) for f in fields[:2]] == ["ceil(n / 4) x 2", "4 x 2"]
     assert layout(Residual(4)).offsets(9) == [0, 3 * 2 * 2, 12 + 4 * 2 * 4, 44 + 4, 48 + 2]

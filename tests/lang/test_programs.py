@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from codec_calls import DTYPES, call, gradient, ragged_sizes, same
+from codec_calls import DTYPES, call, differing, fixed, ragged_sizes
 from gradwire.codecs.adacomp import AdaComp
 from gradwire.codecs.threelc import ThreeLC
 from gradwire.lang import Codec, forms, ir, layout, passes
@@ -176,23 +176,9 @@ PAIRS = [*((c, torch.float32) for c in CODECS), *((Odd(), dtype) for dtype in DT
 )
 def test_targets_agree(begun: tuple[tuple[Codec, torch.dtype], int], form: str) -> None:
     (codec, dtype), start = begun
-    for n in ragged_sizes(layout(codec, dtype).block):
-        values = gradient(n, dtype)
-        own, peer = (
-            call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload
-            for s in (1, 2)
-        )
-        a, b = (
-            call(
-                codec, form, values, target=target, payload=own,
-                peers=[peer] if form.startswith("reduce") else [],
-                residual=gradient(n, seed=3), factor=0.5, threads=threads, start=start,
-            )
-            for target, threads in (("c", 2), ("eager", 1))
-        )  # fmt: skip
-        assert torch.equal(a.payload, b.payload), n
-        assert same(a.values, b.values), n
-        assert same(a.residual, b.residual), n
+    given = (fixed(n, dtype) for n in ragged_sizes(layout(codec, dtype).block))
+    faults = differing(codec, [form], given, threads=2, start=start)
+    assert not faults, "\n".join(faults)
 
 
 def test_sweeps_are_cut_at_tensor_reductions() -> None:

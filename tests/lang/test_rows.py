@@ -15,6 +15,7 @@ from gradwire.aggregators.local_codecs import Ends
 from gradwire.codecs import OneBit
 from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import ROW, KernelCall, Series, kernels
+from gradwire.lang.call import Call
 from gradwire.lang.lowrank import Compiled, Factored
 from rooms.integrations import Payloads, Piece
 
@@ -79,3 +80,21 @@ def test_payloads_of_weights() -> None:
     refused("must hold 12 x", of.decode, sent, values[:6])
     refused("torch.float64", of.decode, sent, values.double())
     refused("`payloads` holds", of.decode, sent[:-1], values)
+
+
+# ---- the distances between the payloads of a sum
+
+
+def test_equal_distances_have_a_stride() -> None:
+    for given, stride in (([], 0), ([0], 0), ([0, 48, 96], 48), ([0, -16, -32], -16)):
+        assert Call(len(given) + 1, distances=np.array(given, dtype="i8")).stride == stride
+    assert Call(1, distances=None).stride == 0
+    for given in ([0, 48, 95], [0, 48, 48], [0, 0, 1]):
+        with pytest.raises(ConfigError, match="equally spaced"):
+            _ = Call(4, distances=np.array(given, dtype="i8")).stride
+
+
+def test_origins_follow_the_distances() -> None:
+    call = Call(3, rank=-1, distances=np.array([0, 48, 96, 7, 9, 2, 1], dtype="i8"))
+    assert call.stride == 48
+    assert call.origins.tolist() == [7, 9, 2]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from codec_calls import call, gradient, same
+from codec_calls import SUMS, call, differing, fixed, gradient, round_trip
 from gradwire.codecs import TopK
 from gradwire.errors import CodecError
 from gradwire.lang import ROW, Codec, Payload, Value, decode, kernels, layout
@@ -183,31 +183,6 @@ HALF = [(torch.bfloat16, 5000, 3), (torch.float16, 70000, 2)]
 MOST = ("encode_ef", "decode_sum", "reduce_encode")  # together they have every part of the others
 
 
-def unequal(
-    codec: Codec, dtype: torch.dtype, n: int, threads: int, forms: Sequence[str]
-) -> list[str]:
-    """The forms of target c that differ from the interpreter's."""
-    values, residual = gradient(n, dtype), gradient(n, seed=4)
-    payload = call(codec, "encode", gradient(n, dtype, 1), target="eager", key=1).payload
-    peers = [
-        call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload for s in (5, 6)
-    ]
-    found = []
-    for form in forms:
-        many = peers if form.startswith("reduce") or form == "decode_sum" else None
-        a, b = (
-            call(
-                codec, form, values, target=target, threads=threads, payload=payload,
-                residual=residual, peers=many, rank=1 if many else 0, factor=1 / 3,
-            )
-            for target in ("eager", "c")
-        )  # fmt: skip
-        alike = torch.equal(a.payload, b.payload) and same(a.values, b.values)
-        if not (alike and same(a.residual, b.residual)):
-            found.append(f"{form} of {n} values with {threads} threads differs")
-    return found
-
-
 def strays(codec: Codec, forms: Sequence[str]) -> list[str]:
     """The forms that write beyond their workspace."""
     made, found = kernels(codec, torch.float32, "c"), []
@@ -221,7 +196,7 @@ def strays(codec: Codec, forms: Sequence[str]) -> list[str]:
         needed = made.workspace_nbytes(rows["numel"], threads)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
         for form in forms:
-            ranks = 2 if form.startswith("reduce") or form == "decode_sum" else 1
+            ranks = 2 if form in SUMS else 1
             made.run(
                 form, rows, threads=threads, workspace=workspace, ranks=ranks,
                 distances=np.zeros(ranks, dtype="i8"),
@@ -239,35 +214,30 @@ def test_c_equals_eager_and_allocates_nothing(codec: Codec, pytestconfig: pytest
     forms, half = (FORMS, HALF) if exhaustive else (MOST, [])
     # the workspace first: payloads that encode has to write precede those that decode reads
     faults = strays(codec, ["encode", *forms])
-    faults += [fault for row in [*SINGLE, *half] for fault in unequal(codec, *row, forms)]
+    for dtype, n, threads in [*SINGLE, *half]:
+        faults += differing(codec, forms, [fixed(n, dtype)], threads)
     assert not faults
     assert not {"malloc", "calloc", "realloc", "alloca"} & set(re.findall(r"\w+", source(codec)))
 
 
 def test_half_precision() -> None:
-    assert unequal(CODECS[5], *HALF[0], MOST[:1]) + unequal(CODECS[4], *HALF[1], MOST[2:]) == []
+    faults = differing(CODECS[5], MOST[:1], [fixed(5000, torch.bfloat16)], 3)
+    assert faults + differing(CODECS[4], MOST[2:], [fixed(70000, torch.float16)], 2) == []
 
 
 def test_topk_equals_a_sort() -> None:
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(17))
     values[values == 0] = 0.5  # below, values that are not 0 count as selected
     values[::7] = values[3]  # ties
-    for density in (0.001, 0.01, 0.1, 1.0):
+    rows = [(values, density) for density in (0.001, 0.01, 0.1, 1.0)]
+    rows += [(torch.arange(90_000.0), 0.01), (-torch.arange(90_000.0).flip(0), 0.01)]
+    for values, density in rows:
         k = max(1, int(density * values.numel()))
         order = torch.argsort(values.abs(), descending=True, stable=True)[:k]
-        codec = TopK(density, values="fp32")
         for threads in (1, 2):
-            got = call(codec, "encode", values, threads=threads).payload
-            decoded = decode(codec, got, values.numel(), target="c")
+            decoded = round_trip(TopK(density, "fp32"), values, threads=threads)
             assert torch.equal(decoded.nonzero().flatten(), order.sort().values), density
             assert torch.equal(decoded[order], values[order]), density
-
-
-def test_topk_of_sorted_values() -> None:
-    for values in (torch.arange(90_000.0), -torch.arange(90_000.0).flip(0)):
-        got = call(TopK(0.01, "fp32"), "encode", values).payload
-        kept = decode(TopK(0.01, "fp32"), got, values.numel()).nonzero().flatten()
-        assert torch.equal(kept, values.abs().argsort(stable=True)[-900:].sort().values)
 
 
 def test_many_small_rows_are_selected_independently() -> None:
@@ -295,12 +265,3 @@ def test_a_malformed_payload_is_refused() -> None:
             bad[at : at + 2] = 255
             with pytest.raises(CodecError):
                 decode(codec, bad, n, target=target)
-
-
-def test_new_levels_need_no_compilation() -> None:
-    other = Tabled((-0.9, -0.2, 0.1, 0.3, 1.0))
-    assert source(other) == source(Tabled())
-    values = gradient(1000)
-    codes = call(other, "encode", values).payload
-    assert torch.equal(codes, call(other, "encode", values, target="eager").payload)
-    assert not torch.equal(codes, call(Tabled(), "encode", values).payload)

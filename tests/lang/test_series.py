@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from codec_calls import gradient
+from codec_calls import SUMS, gradient
 from gradwire.codecs import QSGD, Cast, Codec, Identity, LowRank, OneBit, TopK
 from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import ROW, KernelCall, Kernels, Series, kernels
@@ -78,7 +78,7 @@ class Memory:
         )
 
     def calls(self, form: str) -> list[KernelCall]:
-        sums = form in ("decode_sum", "reduce_encode", "reduce_encode_ef")
+        sums = form in SUMS
         width = len(SIZES)
         return [
             KernelCall(
@@ -107,11 +107,11 @@ def memory(codecs: list[Codec], target: str = "c") -> Memory:
     return found
 
 
-def separately(given: Memory, form: str) -> Memory:
-    """The memory after one call per codec."""
+def separately(given: Memory, form: str, until: int | None = None) -> Memory:
+    """The memory after one call for each of the codecs up to one."""
     left = given.copy()
     rows = left.table
-    for call in left.calls(form):
+    for call in left.calls(form)[:until]:
         call.kernels.run(
             form, rows[call.first : call.last], call.ranks, call.rank, left.distances,
             FACTOR if call.scaled else 1.0,
@@ -122,11 +122,14 @@ def separately(given: Memory, form: str) -> Memory:
 def together(given: Memory, form: str, threads: int = 1, **how: bool) -> tuple[Memory, int]:
     """The memory after a series, and the number of calls."""
     left = given.copy()
-    rows = left.table
-    listed = left.calls(form)
+    return left, in_place(left, form, threads, **how)
+
+
+def in_place(left: Memory, form: str, threads: int = 1, **how: bool) -> int:
+    rows, listed = left.table, left.calls(form)
     series = Series(listed, rows["numel"], threads, **how)
     workspace = torch.empty(series.workspace_nbytes, dtype=torch.uint8)
-    return left, series.bind(rows, workspace, FACTOR).run(0, len(listed), left.distances)
+    return series.bind(rows, workspace, FACTOR).run(0, len(listed), left.distances)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -180,40 +183,21 @@ def test_interpreted_codecs_need_one_call_each() -> None:
     assert found.same(separately(given, "decode"))
 
 
-def test_a_malformed_payload_is_named_and_ends_the_series() -> None:
-    for place in (0, 2, 4):
-        for together in (True, False):
-            a_malformed_payload_ends_the_series(place, {"together": together})
-
-
-def a_malformed_payload_ends_the_series(place: int, how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_malformed_payload_is_named_and_ends_the_series(place: int, together: bool) -> None:
     codecs: list[Codec] = [QSGD(bits=bits) for bits in (2, 3, 8, 2)]
     codecs.insert(place, TopK(density=0.05))
     given = memory(codecs)
     bad = place * len(SIZES) + 1
     start = int(given.table["payload"][bad]) - given.arena.data_ptr()
     given.arena[start : start + 4] = 0xFF  # counts beyond the capacity
-    expected = separately_until(given, place)
+    expected = separately(given, "decode", until=place)
     with pytest.raises(CodecError, match=r"^row 1 of decode: malformed payload for TopK\(.*\)$"):
-        together_in_place(given, how)
+        in_place(given, "decode", together=together)
     behind = (place + 1) * len(SIZES)
     assert all(map(torch.equal, given.values[: bad - 1], expected.values[: bad - 1]))
     assert all(map(torch.equal, given.values[behind:], expected.values[behind:]))
-
-
-def separately_until(given: Memory, place: int) -> Memory:
-    """The memory after decoding with the codecs before that one."""
-    left = given.copy()
-    rows = left.table
-    for call in left.calls("decode")[:place]:
-        call.kernels.run("decode", rows[call.first : call.last])
-    return left
-
-
-def together_in_place(given: Memory, how: dict[str, bool]) -> None:
-    listed, rows = given.calls("decode"), given.table
-    series = Series(listed, rows["numel"], **how)
-    series.bind(rows, torch.empty(series.workspace_nbytes, dtype=torch.uint8)).run(0, len(listed))
 
 
 def test_forms_are_compiled_when_a_series_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from codec_calls import call, gradient, same
+from codec_calls import SUMS, call, differing, fixed
 from gradwire.codecs import (
     DGC,
     QSGD,
@@ -85,25 +85,6 @@ LARGEST = ("encode_ef", "decode_sum", "reduce_encode_ef")  # the other forms are
 SMALL: list[Codec] = [OneBit(block=None), DGC(), AdaComp()]
 
 
-def agree(codec: Codec, threads: int, forms: Sequence[str] = FORMS) -> None:
-    """Forms of target c equal the interpreter."""
-    numel = 2 * layout(codec).block + 100
-    values, residual = gradient(numel), gradient(numel, seed=3)
-    peer = call(codec, "encode", gradient(numel, seed=1), target="eager").payload
-    for form in forms:
-        summed = form.startswith("reduce") or form == "decode_sum"
-        a, b = (
-            call(
-                codec, form, values, target=target, payload=peer, residual=residual,
-                peers=[peer] * summed, factor=0.5, threads=threads,
-            )
-            for target in ("c", "eager")
-        )  # fmt: skip
-        assert torch.equal(a.payload, b.payload), (codec, form)
-        assert same(a.values, b.values), (codec, form)
-        assert same(a.residual, b.residual), (codec, form)
-
-
 def in_a_small_stack(body: Callable[[], None]) -> None:
     """Run `body` in a thread with STACK bytes of stack."""
     errors: list[BaseException] = []
@@ -135,8 +116,8 @@ def run(codecs: list[Codec]) -> None:
                 numel = 2 * layout(codec).block + 100
                 values = torch.ones(numel)
                 peer = call(codec, "encode", values, threads=2).payload
-                summed = form.startswith("reduce") or form == "decode_sum"
-                call(codec, form, values, payload=peer, peers=[peer] * summed, threads=2)
+                peers = [peer] * (form in SUMS)
+                call(codec, form, values, payload=peer, peers=peers, threads=2)
 
         in_a_small_stack(calls)
     print("done")
@@ -144,11 +125,12 @@ def run(codecs: list[Codec]) -> None:
 
 @pytest.mark.parametrize("codec", one_in(2, CODECS), ids=repr)
 def test_large_blocks_leave_the_same_bytes(codec: Codec, pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("exhaustive"):
-        agree(codec, 1)
-        agree(codec, 3)
-    else:
-        agree(codec, 3, LARGEST)
+    given = [fixed(2 * layout(codec).block + 100)]
+    forms = FORMS if pytestconfig.getoption("exhaustive") else LARGEST
+    faults = differing(codec, forms, given, threads=3)
+    if forms is FORMS:
+        faults += differing(codec, forms, given)
+    assert not faults, "\n".join(faults)
 
 
 @EXHAUSTIVE
@@ -219,6 +201,6 @@ class Gathers(Codec):
 
 
 def test_the_number_of_gathered_values_is_limited() -> None:
-    agree(Gathers(14), 2, ("encode_ef", "decode_sum"))
+    assert differing(Gathers(14), ("encode_ef", "decode_sum"), [fixed(612)], threads=2) == []
     with pytest.raises(LanguageError, match="encode can gather 14 numbers per entry, not 15"):
         layout(Gathers(15))

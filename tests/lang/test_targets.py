@@ -6,14 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from codec_calls import CODECS, DTYPES, WIDTHS, Result, call, gradient, key_of, ragged_sizes, same
+from codec_calls import (
+    CODECS,
+    DTYPES,
+    WIDTHS,
+    call,
+    differing,
+    fixed,
+    gradient,
+    ragged_sizes,
+    run,
+    same,
+    unequal,
+)
 from gradwire.codecs import QSGD, Codec, Identity
 from gradwire.lang import ROW, kernels, layout
 from gradwire.lang.forms import FORMS
@@ -23,43 +34,6 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 6e-8, 65504.0, 65520.0, 7e4, -3.4e38
 NON_FINITE = [float("inf"), float("-inf"), float("nan")]
 
 
-@lru_cache(maxsize=256)
-def fixed(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """What `gradient` makes, once; `call` copies it."""
-    return gradient(n, dtype, seed)
-
-
-@lru_cache(maxsize=64)
-def payloads(codec: Codec, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
-    """Valid payloads of n values: of the caller, and of the origins 2 and 3."""
-    given = [(1, {"key": 1}), *((s, {"key": key_of(s), "start": 640}) for s in (2, 3))]
-    return [
-        call(codec, "encode", fixed(n, dtype, s), target="eager", **how).payload for s, how in given
-    ]
-
-
-def run(codec: Codec, form: str, values: torch.Tensor, target: str, threads: int = 1) -> Result:
-    """Run a form with payloads, peers and residuals that do not depend on the target."""
-    n = values.numel()
-    payload, *peers = payloads(codec, values.dtype, n)
-    summed = form.startswith("reduce") or form == "decode_sum"
-    return call(
-        codec, form, values, target=target, payload=payload, residual=fixed(n, seed=4),
-        peers=peers * summed, rank=int(summed), factor=1 / 3, threads=threads, start=640,
-        origins=(2, 3) * summed,
-    )  # fmt: skip
-
-
-def unequal(a: Result, b: Result) -> str:
-    """The parts that differ."""
-    parts = {
-        "payload": torch.equal(a.payload, b.payload),
-        "values": same(a.values, b.values),
-        "residual": same(a.residual, b.residual),
-    }
-    return ", ".join(part for part, is_same in parts.items() if not is_same)
-
-
 def any_bits(n: int, seed: int) -> torch.Tensor:
     """Values with random bits: subnormals, infinities and NaN among them."""
     made = torch.Generator().manual_seed(seed)
@@ -67,7 +41,7 @@ def any_bits(n: int, seed: int) -> torch.Tensor:
     return values.view(torch.float32).nan_to_num(float("nan"), float("inf"), float("-inf"))
 
 
-def given(codec: Codec, dtype: torch.dtype, turn: int | None) -> Iterator[torch.Tensor]:
+def given(codec: Codec, dtype: torch.dtype, turn: int | None = None) -> Iterator[torch.Tensor]:
     """Rows of ragged sizes, of special values, and of any; in a turn, of every second size."""
     block = layout(codec, dtype).block
     few = [0, 1, 17, block - 1, 2 * block + 1, block + 1]
@@ -76,15 +50,6 @@ def given(codec: Codec, dtype: torch.dtype, turn: int | None) -> Iterator[torch.
     yield torch.tensor(SPECIAL * 5).to(dtype)
     yield torch.tensor(NON_FINITE * 9 + SPECIAL).to(dtype)
     yield any_bits(600, seed=1).to(dtype)
-
-
-def other_bytes(
-    codec: Codec, dtype: torch.dtype, form: str, turn: int | None = None
-) -> Iterator[str]:
-    for values in given(codec, dtype, turn):
-        found = unequal(run(codec, form, values, "c"), run(codec, form, values, "eager"))
-        if found:
-            yield f"{form} of {len(values)} values in {dtype}: {found}"
 
 
 def other_with_threads(codec: Codec, form: str) -> Iterator[str]:
@@ -138,7 +103,11 @@ def test_forms_of_a_codec(number: int, codec: Codec) -> None:
     forms = ("encode", "encode_ef", "decode", *TURNS[number % 2])
     half = list(product(DTYPES[1:], FORMS))[number : number + 1]
     cases = enumerate([*product(DTYPES[:1], forms), *half])
-    faults = [fault for i, (dtype, form) in cases for fault in other_bytes(codec, dtype, form, i)]
+    faults = [
+        fault
+        for i, (dtype, form) in cases
+        for fault in differing(codec, [form], given(codec, dtype, i))
+    ]
     faults += [fault for form in forms for fault in other_with_threads(codec, form)]
     faults += [fault for target in ("c", "eager") for fault in other_in_a_table(codec, target)]
     if layout(codec).splittable:
@@ -150,7 +119,7 @@ def test_forms_of_a_codec(number: int, codec: Codec) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_every_form(codec: Codec, dtype: torch.dtype) -> None:
-    faults = [fault for form in FORMS for fault in other_bytes(codec, dtype, form)]
+    faults = differing(codec, FORMS, given(codec, dtype))
     faults += [fault for form in FORMS for fault in other_with_threads(codec, form)]
     assert not faults, "\n".join([repr(codec), *faults])
 
@@ -161,10 +130,10 @@ def test_every_width_of_code(turn: int, pytestconfig: pytest.Config) -> None:
     some = ("encode", "encode_ef", "decode_add", "reduce_encode")
     exhaustive = pytestconfig.getoption("exhaustive")
     faults = [
-        f"{codec}: {fault}"
+        fault
         for i, codec in enumerate(WIDTHS)
         if exhaustive or i not in (3, 5, 6, 9)
-        for fault in other_bytes(codec, torch.float32, some[(i + turn) % 4])
+        for fault in differing(codec, [some[(i + turn) % 4]], given(codec, torch.float32))
     ]
     assert not faults, "\n".join(faults)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from codec_calls import gradient, same
+from codec_calls import SUMS, gradient, same
 from gradwire.codecs import Codec
 from gradwire.errors import CodecError
 from gradwire.lang import ROW, Layout, kernels, layout, rng
@@ -66,6 +66,15 @@ class Memory:
     rows: np.ndarray
     stride: int
 
+    def on(self, device: str) -> Memory:
+        """A copy on a device."""
+        tensors = [t.to(device, copy=True) for t in self.tensors]
+        copy = Memory(*tensors, self.rows.copy(), self.stride)
+        names = ("values", "residual", "payload", "source")
+        for name, old, new in zip(names, self.tensors, tensors, strict=True):
+            copy.rows[name] += moved(old, new)
+        return copy
+
     def run(
         self, codec: Codec, form: str, target: str, ranks: int = 1, rank: int = 0,
         device: str = "cpu",
@@ -80,12 +89,7 @@ class Memory:
         self, codec: Codec, form: str, target: str, ranks: int, rank: int, device: str
     ) -> tuple[Memory, CodecError | None]:
         """The memory after `run`, and the error that it raises."""
-        copy = Memory(
-            *(t.to(device, copy=True) for t in self.tensors), self.rows.copy(), self.stride
-        )
-        names = ("values", "residual", "payload", "source")
-        for name, old, new in zip(names, self.tensors, copy.tensors, strict=True):
-            copy.rows[name] += moved(old, new)
+        copy = self.on(device)
         made, error = kernels(codec, self.values.dtype, target), None
         try:
             at = distances(self.stride)
@@ -178,7 +182,7 @@ def differences(
     made = with_payloads(codec, memory(layout(codec, dtype), values))
     wrong = []
     for form in forms:
-        sums = form.startswith("reduce") or form == "decode_sum"
+        sums = form in SUMS
         for rank in (1, -1) if form == "decode_sum" else (1 if sums else 0,):
             ranks = PEERS + (rank >= 0) if sums else 1
             a = made.run(codec, form, "triton", ranks, rank, device)
@@ -230,19 +234,13 @@ def marked(codec: Codec, numel: int, bad: dict[int, int], device: str = "cpu") -
     Callers a and b have their own marks for the same kernels; a third has none.
     """
     made, wrong = kernels(codec, torch.float32, "triton"), []
-    memory_of_all = with_payloads(codec, memory(layout(codec), [gradient(numel, seed=1)]))
-    good = [t.to(device, copy=True) for t in memory_of_all.tensors]
-    rows = memory_of_all.rows.copy()
-    for name, old, new in zip(
-        ("values", "residual", "payload", "source"), memory_of_all.tensors, good, strict=True
-    ):
-        rows[name] += moved(old, new)
-    payload = good[2].clone()
-    at = int(rows["payload"][0]) - good[2].data_ptr()
+    good = with_payloads(codec, memory(layout(codec), [gradient(numel, seed=1)])).on(device)
+    rows, payload = good.rows, good.payload.clone()
+    at = int(rows["payload"][0]) - good.payload.data_ptr()
     for place, byte in bad.items():
         payload[at + place] = byte
     bad_rows = rows.copy()
-    bad_rows["payload"] += moved(good[2], payload)
+    bad_rows["payload"] += moved(good.payload, payload)
 
     def check(who: str, body: Callable[[], object], expected: bool) -> None:
         try:
@@ -292,7 +290,7 @@ def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[st
     gpu.Launches.launch = counting  # type: ignore[method-assign]
     found = {}
     for form in FORMS:
-        sums = form.startswith("reduce") or form == "decode_sum"
+        sums = form in SUMS
         counted.clear()
         made.run(codec, form, "triton", PEERS + 1 if sums else 1, 0, device)
         found[form] = len(counted)
@@ -305,7 +303,7 @@ def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
     made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
     k, wrong = kernels(codec, torch.float32, "triton"), []
     for form in FORMS:
-        ranks = PEERS + 1 if form.startswith("reduce") or form == "decode_sum" else 1
+        ranks = PEERS + 1 if form in SUMS else 1
         needed = k.workspace_nbytes(made.rows["numel"], 1, ranks)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
         at = distances(made.stride)

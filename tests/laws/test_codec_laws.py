@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from codec_calls import CODECS, DTYPES, UNFUSED, WIDTHS, call, drawn, gradient, same
+from codec_calls import CODECS, DTYPES, UNFUSED, WIDTHS, call, drawn, gradient, round_trip, same
 from gradwire import codecs
 from gradwire.codecs import (
     DGC,
@@ -82,13 +82,6 @@ EXACT: list[Codec] = [
     *(c for c in CODECS if isinstance(c, (RandomShift, LearnedLevels))),
     *(c for c in WIDTHS if isinstance(c, QSGD)),
 ]
-
-
-def round_trip(codec: Codec, values: torch.Tensor, key: int = 7, target: str = "c") -> torch.Tensor:
-    """What is decoded, into memory with other values."""
-    payload = call(codec, "encode", values, key=key, target=target).payload
-    memory = torch.full_like(values, 9.0)
-    return call(codec, "decode", memory, payload=payload, key=key, target=target).values
 
 
 def grid_step(codec: Codec, values: torch.Tensor) -> torch.Tensor:

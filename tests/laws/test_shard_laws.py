@@ -5,6 +5,7 @@ machines: random runs, each of which asserts every law that it can.
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import Codec, ConfigError, Options, codecs
+from gradwire import QSGD, Codec, ConfigError, Identity, Options, codecs
 from gradwire.collectives import AllGather, ReduceScatter, check_defined
 from gradwire.engine import Communicator
 from gradwire.lang import layout
+from gradwire.transport import Hub
 from laws.drawing import Case, drawn, first, named
 from laws.shards import (
     GAPS,
@@ -30,6 +32,7 @@ from laws.shards import (
     way,
 )
 from laws.travelling import MESSAGES, travelling
+from products import EXHAUSTIVE
 from ranks import as_threads
 from typed_values import DTYPES, check_reduced, same_bits, values
 
@@ -267,3 +270,66 @@ def test_values_as_they_are_of_every_dtype(case: Case) -> None:
         check_reduced(op, [rank[i] for rank in given], whole, str(dtype))
         expected = spread(whole, lengths, stride, 1)
         assert all(same_bits(rank[i][1], expected) for rank in found), dtype
+
+
+# ---- law 5 between machines
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(s, marks=EXHAUSTIVE) for s in range(4, 36))]
+)
+def test_law_5_what_crosses_machines_at_random(seed: int) -> None:
+    """Every payload once per other machine, and every sum of a machine once."""
+    draw = random.Random(seed)
+    n = (2, 3, 5, 8)[seed % 4]
+    nodes = tuple(draw.randrange(4) for _ in range(n))
+    inside, segments = draw.choice(INSIDE), draw.choice([1, 3])
+    lengths = tuple(draw.choice([0, 1, 129, 3000]) for _ in range(n))
+    codec = draw.choice([Identity(), QSGD(), codecs.get("topk", density=0.05)])
+    crossed: Counter[tuple[int, int]] = Counter()
+    lock = threading.Lock()
+
+    def count(source: int, destination: int, tag: int, message: torch.Tensor) -> None:
+        if nodes[source] != nodes[destination]:
+            with lock:
+                crossed[nodes[source], nodes[destination]] += message.numel()
+
+    made = torch.Generator().manual_seed(seed)
+    given = [values(sum(lengths), torch.float32, made) for _ in range(n)]
+
+    def two_levels(**how: Any) -> Options:
+        return Options(algorithm="hierarchical", nodes=nodes, segments=segments, **how)
+
+    def scatter(comm: Communicator) -> torch.Tensor:
+        request = ReduceScatter(given[comm.rank].clone(), "sum", lengths, codec=codec)
+        return run(comm, request, two_levels(inside=inside)).clone()
+
+    shards = as_threads(n, scatter, Hub(n, 30, count))
+    of_sums = dict(crossed)
+    crossed.clear()
+    as_threads(
+        n,
+        lambda comm: run(comm, AllGather(shards[comm.rank], lengths, codec=codec), two_levels()),
+        Hub(n, 30, count),
+    )
+    spec = AllGather(shards[0], lengths, codec=codec).spec("w", 0, n)
+    sizes = payloads(spec, n, segments)
+    expected = {
+        (one, other): sum(sizes[rank] for rank in range(n) if nodes[rank] == one)
+        for one in {*nodes}
+        for other in {*nodes} - {one}
+    }
+    assert dict(crossed) == {ends: nbytes for ends, nbytes in expected.items() if nbytes}
+    assert of_sums == {(b, a): nbytes for (a, b), nbytes in expected.items() if nbytes}
+
+
+def payloads(spec: Any, n: int, segments: int) -> list[int]:
+    """Bytes of each shard's messages, headers included, from the layout of its codec alone."""
+    from gradwire.algorithms.protocol import message
+    from gradwire.partition import partition
+
+    sizes = partition([spec], n, segments, shards=True).sizes
+    if segments == 1:
+        lay = layout(spec.codec, spec.dtype)
+        assert sizes[0] == tuple(-(-lay.nbytes(m) // 16) * 16 if m else 0 for m in spec.lengths)
+    return [sum(message(segment[c]) for segment in sizes) for c in range(n)]

@@ -28,7 +28,7 @@ from ends import End, ends, raised
 from gradwire.aggregators import Aggregator, Context, StateSpec, Steps
 from stress.programs import Action, Call, Program, Scope
 from stress.running import RankContext, Runner
-from stress.slow import Delays, slow_groups
+from stress.slow import slow_groups
 from stress.worlds import Threads, of_transport, process_context
 
 BY_THREADS = ("raise", "coroutine", "call", "scope", "destroy", "drop")
@@ -164,8 +164,7 @@ def by_threads(fault: Fault, program: Program) -> list[Report]:
 
 def _body(rank: int, fault: Fault, seed: int) -> Report:
     program = Program.of(seed, dist.get_world_size())
-    delays = Delays(f"{seed} {rank}")
-    slow_groups(delays)
+    delays = slow_groups(f"{seed} {rank}")
     ctx = process_context(program, TIMEOUT_S)
 
     def breaks(kind: str, action: Action) -> None:
@@ -223,3 +222,24 @@ def wrong(fault: Fault, reports: list[Report], bound: float = BOUND_S) -> str | 
         elif seconds > bound:
             found.append(f"rank {rank} ended after {seconds:.1f} s: {each.end}")
     return "; ".join(found) or None
+
+
+def kinds(way: str) -> list[str]:
+    """The faults that there are over a transport; shared memory needs no connection."""
+    if way == "threads":
+        return list(BY_THREADS)
+    return [kind for kind in BY_PROCESSES if (kind, way) != ("drop", "shm")]
+
+
+def run(kind: str, program: Program, way: str, bound: float) -> str | None:
+    """Run a program with a fault of this kind; what is wrong, or None."""
+    fault = Fault.of(kind, program)
+    try:
+        if way == "threads":
+            reports = by_threads(fault, program)
+        else:
+            reports = by_processes(fault, program, shm=way == "shm")
+    except TimeoutError as error:
+        return f"{fault}, {way}: {error}"
+    found = wrong(fault, reports, bound)
+    return found and f"{fault}, {way}: {found}"

@@ -16,14 +16,15 @@ MOST_BY_PROCESSES = 3  # ranks
 
 def of_program(seed: int, n: int, transports: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """Run one seed's program with `n` ranks; a row for each run."""
-    rows = []
-    _, expected = run(seed, n, "serial", steps)
-    wrong = expected if isinstance(expected, str) else strayed(Program.of(seed, n), expected)
+    program, rows = Program.of(seed, n), []
+    _, expected = run(program, "serial", steps)
+    wrong = expected if isinstance(expected, str) else strayed(program, expected)
     if wrong is not None:
         return [row(seed, n, "serial", 0.0, wrong=wrong)]
     for way in ways(n, transports):
-        seconds, found = run(seed, n, way, steps)
-        wrong = compared(Program.of(seed, n), found, expected)
+        seconds, found = run(program, way, steps)
+        wrong = found if isinstance(found, str) else difference(program, found, expected)
+        wrong = wrong or strayed(program, found)
         rows.append(row(seed, n, way, seconds, steps=steps, wrong=wrong))
     return rows
 
@@ -42,41 +43,25 @@ def faulty(seed: int, n: int, transports: Sequence[str]) -> list[dict[str, Any]]
     """Run one seed's program with every kind of fault; a row for each run, of a step."""
     rows, program = [], Program.of(seed, n)
     for way in ways(n, [t for t in transports if t != "fifo"]):
-        for kind in faults.BY_THREADS if way == "threads" else faults.BY_PROCESSES:
-            if (kind, way) == ("drop", "shm"):
-                continue  # shared memory needs no connection
-            begun, fault = time.monotonic(), faults.Fault.of(kind, program)
-            try:
-                if way == "threads":
-                    reports = faults.by_threads(fault, program)
-                else:
-                    reports = faults.by_processes(fault, program, shm=way == "shm")
-                wrong = faults.wrong(fault, reports, faults.SOON_S)
-            except TimeoutError as error:
-                wrong = str(error)
+        for kind in faults.kinds(way):
+            begun = time.monotonic()
+            wrong = faults.run(kind, program, way, faults.SOON_S)
             seconds = time.monotonic() - begun
             rows.append(row(seed, n, way, seconds, fault=kind, steps=1, wrong=wrong))
     return rows
 
 
-def run(seed: int, ranks: int, way: str, steps: int) -> tuple[float, list[Found] | str]:
+def run(program: Program, way: str, steps: int) -> tuple[float, list[Found] | str]:
     """Seconds, and each rank's results; or what went wrong."""
-    program, begun = Program.of(seed, ranks), time.monotonic()
+    begun, deadline = time.monotonic(), 100.0 + 2 * steps
     found: list[Found] | str
     try:
         if way == "serial":
-            found = serially(program, 0, steps)
+            found = serially(program, 0, steps, deadline)
         elif way in ("threads", "fifo"):
-            found = by_threads(program, 0, steps, fifo=way == "fifo")
+            found = by_threads(program, 0, steps, way == "fifo", deadline)
         else:
-            found = by_processes(program, 0, steps, shm=way == "shm")
+            found = by_processes(program, 0, steps, way == "shm", deadline)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     return time.monotonic() - begun, found
-
-
-def compared(program: Program, found: list[Found] | str, expected: list[Found]) -> str | None:
-    """What is wrong with a run, or None."""
-    if isinstance(found, str):
-        return found
-    return difference(program, found, expected) or strayed(program, found)

@@ -52,7 +52,9 @@ class Slow:
         return pending
 
 
-def slow_groups(delays: Delays) -> None:
-    """Make the transports of this process's groups slow."""
+def slow_groups(seed: str, **how: float) -> Delays:
+    """Make the transports of this process's groups slow, by the delays that are returned."""
+    delays = Delays(seed, **how)
     make: Callable[..., Any] = groups.host_transport
     groups.host_transport = lambda *args: Slow(make(*args), delays)  # type: ignore[assignment]
+    return delays

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import End, ends
-from stress.slow import Delays, slow_groups
+from stress.slow import slow_groups
 from stress.worlds import of_transport
 
 TIMEOUT_S = 60.0
@@ -146,7 +146,7 @@ def digest(model: DDP) -> str:
 def body(rank: int, run: Run) -> Report:
     draw = random.Random(f"delays {run.seed} {rank}")
     if run.delayed:
-        slow_groups(Delays(f"{run.seed} {rank}", sends=0.01))
+        slow_groups(f"{run.seed} {rank}", sends=0.01)
     model = model_of(run.width)
     handle = gw.attach(model, bits=4, coalesce_bytes=0)
     changes, asked = run.changes(), run.asked(rank)

@@ -12,47 +12,35 @@ import torch
 from gradwire.aggregators import Context
 from gradwire.collectives import AllReduce
 from gradwire.lang import rng
-from products import EXHAUSTIVE, one_in
+from products import EXHAUSTIVE, exhaustive
 from stress import worlds
 from stress.programs import WAYS, Call, Parameter, Program, Scope, Step, order
+from stress.rows import of_program
 from stress.running import CODECS, Chained, difference, strayed
 
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def _one_kernel_thread() -> object:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+THREADS = [*product((0,), (3, 5), ["threads"]), (2, 3, "fifo")]
+MORE = [*product((0, 1, 2, 3), (2,), ["threads"]), *product((1, 2, 3), (3, 5), ["threads"])]
+PROCESSES = [(3, *case) for case in product((3, 2), ("shm", "gloo"))]
 
 
-def check(program: Program, found: list[worlds.Found], steps: int = STEPS) -> None:
-    expected = worlds.serially(program, 0, steps)
-    assert difference(program, found, expected) is None
-    assert strayed(program, found) is None
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2, 3))])
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=EXHAUSTIVE), 3, 5])
-def test_threads(ranks: int, seed: int) -> None:
-    program = Program.of(seed, ranks)
-    check(program, worlds.by_threads(program, 0, STEPS, deadline=120))
-
-
-@pytest.mark.parametrize("ranks", one_in(2, [3, 2]))
-def test_in_order(ranks: int) -> None:
-    """Links without tags: one order of all owners' scopes."""
-    program = Program.of(2, ranks)
-    check(program, worlds.by_threads(program, 0, STEPS, fifo=True, deadline=120))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("ranks", "shm"), one_in(4, product([3, 2], [True, False])))
-def test_processes(ranks: int, shm: bool) -> None:
-    program = Program.of(3, ranks)
-    check(program, worlds.by_processes(program, 0, STEPS, shm, deadline=120))
+@pytest.mark.parametrize(
+    ("seed", "ranks", "way"),
+    [
+        *THREADS,
+        *exhaustive(*MORE, (2, 2, "fifo")),
+        *(
+            pytest.param(*case, marks=[pytest.mark.multiprocess] + [EXHAUSTIVE] * (i > 0))
+            for i, case in enumerate(PROCESSES)
+        ),
+    ],
+)
+def test_concurrent_programs_equal_their_serial_execution(seed: int, ranks: int, way: str) -> None:
+    """Also over links without tags ("fifo"): one order of all owners' scopes."""
+    (row,) = of_program(seed, ranks, [way], STEPS)
+    assert row["wrong"] is None, row
 
 
 # ---- the stress itself

@@ -139,8 +139,7 @@ def process_context(program: Program, timeout: float = TIMEOUT_S) -> RankContext
 
 def _run(rank: int, seed: int, first: int, last: int) -> Found:
     program = Program.of(seed, dist.get_world_size())
-    delays = Delays(f"{seed} {rank}")
-    slow_groups(delays)
+    delays = slow_groups(f"{seed} {rank}")
     return Runner(program, process_context(program), delays=delays).run(first, last)
 
 

@@ -48,6 +48,14 @@ class Mean:
     value: Tensor
     error: Tensor  # the standard error of the value
 
+    def __getitem__(self, places: slice) -> Mean:
+        return Mean(self.value[places], self.error[places])
+
+    def less(self, other: Mean, factor: float) -> Mean:
+        """This, less `factor` times another one of independent samples."""
+        error = (self.error.square() + (factor * other.error).square()).sqrt()
+        return Mean(self.value - factor * other.value, error)
+
     def within(self, expected: Tensor | float) -> bool:
         return bool(((self.value - expected).abs() <= SIGMAS * self.error + 1e-12).all())
 

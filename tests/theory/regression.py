@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 import gradwire as gw
-from codec_calls import call
+from codec_calls import round_trip
 from gradwire.codecs import Codec
 
 FEATURES, ROWS, RUNS = 96, 2000, 24
@@ -31,9 +31,7 @@ CODECS: dict[str, Codec] = {
 
 def sent(codec: Codec, values: Tensor, key: int) -> Tensor:
     """What is decoded, of fp32 values of any shape whose last dimension is a number of blocks."""
-    flat = values.reshape(-1)
-    payload = call(codec, "encode", flat, key=key).payload
-    return call(codec, "decode", flat, payload=payload, key=key).values.view_as(values)
+    return round_trip(codec, values.reshape(-1), key).view_as(values)
 
 
 def grid_step(weights: Tensor) -> Tensor:

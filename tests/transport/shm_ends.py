@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import permutations
 from typing import Any
 
+import torch
+
+from gradwire.errors import TransportError
 from gradwire.transport.shm import Shm
 from gradwire.transport.shm_process import Stores
+from ranks import caught
+
+Key = tuple[int, int, int]  # source, destination, tag
+
+
+def content(key: Key, place: int = 0, size: int = 0) -> torch.Tensor:
+    """The bytes of a message: of a key, the one at this place."""
+    seed = hash((*key, place)) % (1 << 31)
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+def nothing(size: int = 1) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def taken(end: Any, nbytes: int) -> torch.Tensor:
+    """Memory of a rank's store."""
+    assert end.store is not None
+    memory: torch.Tensor | None = end.store.take(nbytes)
+    assert memory is not None
+    return memory
+
+
+def linked(
+    world_size: int,
+    timeout: float = 20.0,
+    ring_bytes: int | None = None,
+    stores: Sequence[Stores] | None = None,
+    pids: Mapping[int, int] | None = None,
+) -> list[Shm]:
+    """Every rank's end, each connected with all others.
+
+    Args:
+        stores: of each rank's process; None: each its own.
+        pids: of ranks that count as other processes.
+    """
+    everyone = range(world_size)
+    made = [
+        Shm(
+            rank, world_size, [p for p in everyone if p != rank], timeout, ring_bytes,
+            stores[rank] if stores else Stores(),
+        )
+        for rank in everyone
+    ]  # fmt: skip
+    for end, peer in permutations(made, 2):
+        pid = (pids or {}).get(peer.rank, os.getpid())
+        end.connect(peer.rank, peer.fd, os.pidfd_open(pid), peer.lends)
+    return made
 
 
 @contextmanager
@@ -18,32 +74,51 @@ def ends(
     timeout: float = 20.0,
     ring_bytes: int | None = None,
     stores: Stores | None = None,
+    pids: Mapping[int, int] | None = None,
 ) -> Iterator[list[Shm]]:
-    """Every rank's end, each connected with all others.
-
-    All ranks use `stores`, as one process; by default each has its own, as separate processes.
-    """
-    made = [
-        Shm(rank, world_size, peers, timeout, ring_bytes, stores or Stores())
-        for rank in range(world_size)
-        for peers in [[p for p in range(world_size) if p != rank]]
-    ]
-    for end in made:
-        for peer in made:
-            if peer is not end:
-                end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
+    """Every rank's end, as `linked`, until they are closed; all ranks use `stores`, as one process,
+    or each its own, as separate processes."""
+    made = linked(world_size, timeout, ring_bytes, stores and [stores] * world_size, pids)
     for end in made:
         end.passed()
     try:
         yield made
+    finally:  # together, as ranks do: each waits for others to read its last sends
+        at_once(*(end.close for end in made))
+
+
+@contextmanager
+def killable() -> Iterator[tuple[Shm, Shm, subprocess.Popen[bytes]]]:
+    """Two ends; the second counts as one of a process that can be killed."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with ends(2, 600.0, pids={1: process.pid}) as (first, second):
+            yield first, second, process
+            process.kill()
     finally:
-        closing = [threading.Thread(target=end.close) for end in made]
-        for (
-            thread
-        ) in closing:  # together, as ranks do: each waits for others to read its last sends
-            thread.start()
-        for thread in closing:
-            thread.join()
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def forged() -> Iterator[tuple[Shm, Callable[..., None]]]:
+    """An end, and a peer's hand that writes numbers at an offset of the memory of a rank."""
+    made = linked(2, 5.0, 1 << 12)
+
+    def write(rank: int, offset: int, *numbers: int) -> None:
+        with mmap.mmap(made[rank].fd, made[rank].nbytes) as segment:
+            segment[offset : offset + 8 * len(numbers)] = struct.pack(f"<{len(numbers)}Q", *numbers)
+
+    yield made[0], write
+    for end in made:
+        end.close()
+
+
+def failing(body: Callable[[], object]) -> TransportError:
+    """The error that `body` raises; ends here have longer timeouts than this waits."""
+    (error,) = at_once(lambda: caught(body))
+    assert isinstance(error, TransportError)
+    return error
 
 
 def at_once(*bodies: Callable[[], Any], seconds: float = 60.0) -> list[Any]:

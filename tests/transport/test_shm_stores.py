@@ -9,6 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from gradwire.transport.shm import Shm
 from gradwire.transport.shm_process import STORES, Stores
 from leftovers import until
 from ranks import as_processes
-from transport.shm_ends import at_once, ends
+from transport.shm_ends import at_once, ends, linked, taken
 
 SIZE = 1000  # so few that torch uses one thread, and works in a forked child
 
@@ -56,10 +57,7 @@ def open_files() -> list[str]:
 
 def exchange(lender: Shm, borrower: Shm, value: int) -> None:
     """Check that a message in the lender's store is read in place."""
-    assert lender.store is not None
-    data = lender.store.take(SIZE)
-    assert data is not None
-    before = lender.lent_bytes
+    data, before = taken(lender, SIZE), lender.lent_bytes
     loan = borrower.borrow(SIZE, lender.rank, 7)
     sent = lender.isend(data.fill_(value), borrower.rank, 7)
     message = loan.wait()
@@ -75,10 +73,8 @@ def test_ranks_of_one_process_share_its_store() -> None:
     with ends(3, stores=STORES) as made:
         assert stores_mapped()[before:] == [1]
         assert all(end.lenders == {0, 1, 2} - {end.rank} for end in made)
-        for lender in made:
-            for borrower in made:
-                if borrower is not lender:
-                    exchange(lender, borrower, 10 * lender.rank + borrower.rank)
+        for lender, borrower in permutations(made, 2):
+            exchange(lender, borrower, 10 * lender.rank + borrower.rank)
     assert len(stores_mapped()) == before
 
 
@@ -86,16 +82,10 @@ def test_a_peer_s_store_is_mapped_once_and_while_a_group_uses_it() -> None:
     before = len(stores_mapped())
     processes = Stores(), Stores()
 
-    def group() -> tuple[Shm, Shm]:
-        made = [Shm(r, 2, [1 - r], 5.0, 1 << 12, processes[r]) for r in range(2)]
-        for end, peer in (made, made[::-1]):
-            end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
-        return made[0], made[1]
-
-    def close(pair: tuple[Shm, Shm]) -> None:
+    def close(pair: list[Shm]) -> None:
         at_once(*(end.close for end in pair))
 
-    pairs = [group() for _ in range(5)]
+    pairs = [linked(2, 5.0, 1 << 12, processes) for _ in range(5)]
     assert stores_mapped()[before:] == [2, 2]  # by its own process, and by the other
     for value, (a, b) in enumerate(pairs):
         exchange(a, b, value)
@@ -106,7 +96,7 @@ def test_a_peer_s_store_is_mapped_once_and_while_a_group_uses_it() -> None:
     exchange(*pairs[4], 7)
     close(pairs[4])
     assert len(stores_mapped()) == before
-    again = group()  # after the last, a new one
+    again = linked(2, 5.0, 1 << 12, processes)  # after the last, a new one
     exchange(*again, 8)
     close(again)
     assert len(stores_mapped()) == before
@@ -115,39 +105,32 @@ def test_a_peer_s_store_is_mapped_once_and_while_a_group_uses_it() -> None:
 def test_a_group_counts_what_it_has_taken_itself() -> None:
     process = Stores()
     a, b = (Shm(0, 2, [1], 5.0, 1 << 12, process) for _ in range(2))
+    one, other = taken(a, 1 << 20), taken(b, 1 << 21)
     assert a.store is not None
     assert b.store is not None
-    taken = [a.store.take(1 << 20), b.store.take(1 << 21)]
     assert (a.store.used, b.store.used) == (1 << 20, 1 << 21)
     assert (a.shared_bytes, b.shared_bytes) == (a.nbytes + (1 << 20), b.nbytes + (1 << 21))
-    assert taken[0] is not None
-    assert taken[1] is not None
-    b.store.give(taken[0])  # which is another group's
+    b.store.give(one)  # which is another group's
     assert a.store.used == 1 << 20
-    one, other = (memory.data_ptr() for memory in taken)  # type: ignore[union-attr]
-    assert one + (1 << 20) <= other or other + (1 << 21) <= one
+    at = one.data_ptr(), other.data_ptr()
+    assert at[0] + (1 << 20) <= at[1] or at[1] + (1 << 21) <= at[0]
     a.close()
     b.close()
 
 
-def lender_and_borrower(process: Stores) -> tuple[Shm, Shm]:
-    """Two ends; the first one's process has another group, so that its store stays."""
-    made = Shm(0, 2, [1], 60.0, 1 << 12, process), Shm(1, 2, [0], 60.0, 1 << 12, Stores())
-    for end, peer in (made, made[::-1]):
-        end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
-    return made
+def three() -> tuple[Shm, Shm, Shm]:
+    """A lender, a borrower, and another group of the lender's process, so that its store stays."""
+    process = Stores()
+    other = Shm(0, 2, [1], 60.0, 1 << 12, process)
+    lender, borrower = linked(2, 60.0, 1 << 12, [process, Stores()])
+    return lender, borrower, other
 
 
 def test_what_a_group_leaves_is_given_back_when_nothing_uses_it() -> None:
-    process = Stores()
-    other = Shm(0, 2, [1], 5.0, 1 << 12, process)
+    lender, borrower, other = three()
     assert other.store is not None
     whole = other.store.whole
-    lender, borrower = lender_and_borrower(process)
-    assert lender.store is not None
-    forgotten, used = lender.store.take(SIZE), lender.store.take(SIZE)
-    assert forgotten is not None
-    assert used is not None
+    forgotten, used = taken(lender, SIZE), taken(lender, SIZE)
     address = forgotten.data_ptr()
     del forgotten
     assert whole.used == 2 * mmap.PAGESIZE
@@ -155,8 +138,7 @@ def test_what_a_group_leaves_is_given_back_when_nothing_uses_it() -> None:
     lender.close()
     assert whole.used == mmap.PAGESIZE
     assert bool((used == 3).all())
-    again = other.store.take(SIZE)
-    assert again is not None
+    again = taken(other, SIZE)
     assert again.data_ptr() == address
     other.store.give(again)
     part = used[10:20]
@@ -190,13 +172,9 @@ def test_memory_that_a_peer_reads_after_closing_stays_as_long_as_the_store() -> 
 
 
 def closes_while_a_peer_reads(in_time: bool) -> None:
-    process = Stores()
-    other = Shm(0, 2, [1], 60.0, 1 << 12, process)
+    lender, borrower, other = three()
     assert other.store is not None
-    lender, borrower = lender_and_borrower(process)
-    assert lender.store is not None
-    data = lender.store.take(SIZE)
-    assert data is not None
+    data = taken(lender, SIZE)
     loan = borrower.borrow(SIZE, 0, 7)
     sent = lender.isend(data.fill_(5), 1, 7)
     message = loan.wait()
