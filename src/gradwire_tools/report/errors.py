@@ -1,20 +1,26 @@
-"""The report on `bench error`: what methods lose on recorded gradients, for how many bits."""
+"""The report on errors of methods: `bench error` on recorded gradients, `bench adapt` per layer."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
-from gradwire_tools.bench.quantities import digits, plural, reach
-from gradwire_tools.report import svg
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lines import Axes, Line, lines
-from gradwire_tools.report.parts import Figure, Question, Section, Table, table
-from gradwire_tools.report.rows import grouped, run_of
+from gradwire_tools.bench.quantities import DASH, digits, plural, reach
+from gradwire_tools.report.parts import (
+    PALETTE,
+    Dots,
+    Lines,
+    Question,
+    Section,
+    Table,
+    series,
+    table,
+)
+from gradwire_tools.report.rows import Row, grouped, run_of
 
 _STEP = "How far is a step's average from the exact mean, at how many bits?"
 _SUM = "How much is lost over all steps together?"
-_LAYERS = "Where is it lost?"
 _COMMIT = "commit of the run"
 
 Group = tuple[tuple[str, str, bool], list[Row]]  # (method, algorithm, error feedback), its rows
@@ -45,7 +51,7 @@ def _section(rows: Sequence[Row], several: bool) -> Section:
         questions += _questions(groups, "nmse", _STEP, _step_answers(groups), _table(groups))
         questions += _questions(groups, "nmse_of_sum", _SUM, _sum_answers(groups))
     if layers:
-        questions.append(Question(_LAYERS, table=_by_layer(layers)))
+        questions.append(Question("Where is it lost?", table=_by_layer(layers)))
     command, commit, date = run_of(first, "recorded")
     told = f"Recorded by `{command}`, at {commit}, {date}; measured at {first[_COMMIT]}."
     title = f"Error on recorded gradients of {first['task']}"
@@ -62,44 +68,36 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
     return statistics.mean(known) if len(known) == len(rows) else None
 
 
+def _means(rows: Sequence[Row], *keys: str) -> Row:
+    """One row, with means over the points."""
+    return {**rows[0], **{key: _mean(rows, key) for key in keys}}
+
+
 def _questions(
     groups: Sequence[Group], key: str, title: str, answers: list[str], told: Table | None = None
 ) -> list[Question]:
-    """Answers and the table stand beside the first figure."""
-    figures = _figures(groups, key, title)
-    first = Question(title, answers, figures[0] if figures else None, told)
-    return [first, *(Question(title, (), one) for one in figures[1:])]
-
-
-def _figures(groups: Sequence[Group], key: str, title: str) -> list[Figure]:
-    """A figure per nine families of methods, a line for each, dashed with error feedback."""
-    points: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    """A chart per nine families of methods, a line for each, dashed with error feedback; answers
+    and the table stand beside the first."""
+    points: dict[str, list[tuple[str, str, float, float]]] = {}
     for (method, algorithm, feedback), rows in groups:
         bits, error = _mean(rows, "packed_bits"), _mean(rows, key)
         if bits and error is not None:
-            family = f"{method.partition(':')[0]}, {algorithm}"
-            points.setdefault((family, feedback), []).append((bits, error))
-    strokes = svg.plain(family for family, _ in points)
-    families, found = list(strokes), []
+            family, note = f"{method.partition(':')[0]}, {algorithm}", "error feedback" * feedback
+            points.setdefault(family, []).append((family, note, bits, error))
+    families = list(points)
     caption = (
         "A line joins the options of one method. Bits are those that a rank feeds into "
         "collectives, without headers; dashed: with error feedback."
     )
-    axes = Axes(
-        "bits per value, packed", "NMSE", title, rule=(1.0, "sends nothing"), log_x=True,
-        log_y=True,
-    )  # fmt: skip
-    for start in range(0, len(families), len(svg.PALETTE)):
-        drawn = []
-        for family in families[start : start + len(svg.PALETTE)]:
-            for feedback in (False, True):
-                if (family, feedback) in points:
-                    label = f"{family}, error feedback" if feedback else family
-                    stroke = strokes[family].dashed if feedback else strokes[family]
-                    xs, ys = zip(*sorted(points[family, feedback]), strict=True)
-                    drawn.append(Line(label, stroke, xs, ys))
-        found.append(Figure(caption, lines(drawn, axes)))
-    return found
+    found = []
+    for at in range(0, len(families), len(PALETTE)):
+        drawn = series(
+            point for family in families[at : at + len(PALETTE)] for point in points[family]
+        )
+        chart = Lines(drawn, "bits per value, packed", "NMSE", (1.0, "sends nothing"), True, True)
+        found.append(Question(title, (), chart, caption))
+    first = found[0] if found else Question(title)
+    return [replace(first, answers=answers, table=told), *found[1:]]
 
 
 def _step_answers(groups: Sequence[Group]) -> list[str]:
@@ -138,29 +136,129 @@ def _sum_answers(groups: Sequence[Group]) -> list[str]:
 def _table(groups: Sequence[Group]) -> Table | None:
     keys = ("nmse", "nmse_of_fed", "nmse_of_sum", "cosine", "packed_bits", "input_bits")
     rows = [
-        {
-            **mine[0],
-            **{key: _mean(mine, key) for key in (*keys, "wire_bytes")},
-            "over points": reach(_known(mine, "nmse"), digits),
-        }
+        {**_means(mine, *keys, "wire_bytes"), "over points": reach(_known(mine, "nmse"), digits)}
         for _, mine in groups
     ]
-    columns = (
+    return table(
+        rows,
         "method | algorithm | error feedback = error_feedback | NMSE = nmse | over points | "
         "NMSE of what was fed in = nmse_of_fed | NMSE of the sum = nmse_of_sum | cosine | "
         "bits, packed = packed_bits | bits, 32-bit positions = input_bits | "
-        "sent per rank and step = wire_bytes"
+        "sent per rank and step = wire_bytes",
     )
-    return table(rows, columns)
 
 
 def _by_layer(layers: Sequence[Row]) -> Table | None:
-    """Means over the points."""
     found = grouped(layers, "method", "error_feedback", "layer")
     keys = ("nmse", "nmse_of_sum", "cosine", "packed_bits")
-    rows = [{**mine[0], **{key: _mean(mine, key) for key in keys}} for mine in found.values()]
-    columns = (
+    return table(
+        [_means(mine, *keys) for mine in found.values()],
         "method | error feedback = error_feedback | layer | values = numel | NMSE = nmse | "
-        "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits"
+        "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits",
     )
-    return table(rows, columns)
+
+
+_METRICS = {"l2": "sum of L2 norms", "squared": "sum of squared L2 norms"}
+
+
+def policies(rows: Sequence[Row]) -> Section:
+    """Of one task, metric and run."""
+    first = rows[0]
+    metric = _METRICS.get(first["error_metric"], first["error_metric"])
+    known = [row for row in rows if None not in (row["ratio"], row["of_uniform"], row["error"])]
+    told = sorted({f"{row['policy']}: {row['fallback']}." for row in rows if row["fallback"]})
+    about = (
+        f"{first['layers']} layers. A plan's error is the {metric} of what each layer's method "
+        "loses of an averaged gradient, without error feedback; the budget is that of the uniform "
+        "plan, which gives every layer the reference."
+    )
+    questions = [*_gains(known), *_curves(known), *_bits(known)] if known else []
+    return Section(f"Policies on {first['task']}, by {metric}", [about, *told], questions)
+
+
+def _where(row: Row) -> str:
+    """The point of a recording, or the seeded table."""
+    if row.get("at") is not None:
+        return f"Step {row['at']}"
+    return DASH if row.get("sigma") is None else f"Sigma {row['sigma']:g}"
+
+
+def _gains(rows: Sequence[Row]) -> list[Question]:
+    """A chart per point: a row of dots per reference."""
+    found: list[Question] = []
+    for there in grouped(rows, "at", "sigma").values():
+        drawn, best = [], []
+        families = grouped(there, "family", "reference")
+        for (family, reference), mine in families.items():
+            points = [
+                (row["policy"], row["of_uniform"])
+                for row in mine
+                if row["budget"] is not None and row["of_uniform"]
+            ]
+            codec = reference.partition(":")[0]
+            drawn.append((f"mixed, {codec}" if family == "mixed" else reference, points))
+            name, most = max(points, key=lambda point: float(point[1]), default=("", 0.0))
+            if most > 1:
+                best.append(f"{family} around {reference}: {name}, {digits(most)} times.")
+        shown = table(
+            [row for mine in families.values() for row in mine],
+            "family | reference | policy | ratio | of the uniform plan's = of_uniform | error, of "
+            "the budget = share | global L2 error = global_error | solved in = solve_seconds",
+            share=lambda row: row["error"] / row["budget"] if row["budget"] else None,
+        )
+        title = "" if found else "How many times fewer bytes than the uniform plan, at equal error?"
+        where = _where(there[0])
+        caption = f"{where}: policies that keep to the budget. Right of 1 a plan sends less."
+        chart = Dots(drawn, "gain over uniform", (1.0, "uniform"))
+        answers = best or ["No policy sends less."]
+        found.append(Question(title, answers, chart, caption, shown))
+    return found
+
+
+def _curves(rows: Sequence[Row]) -> list[Question]:
+    """Where a family has several references: ratio against error, a line per policy."""
+    found: list[Question] = []
+    for (_, _, family), mine in grouped(rows, "at", "sigma", "family").items():
+        if family == "mixed" or len({row["reference"] for row in mine}) < 2:
+            continue
+        drawn = series(
+            (row["policy"], "", row["error"], row["ratio"]) for row in mine if row["error"]
+        )
+        title = "" if found else "What compression costs what error?"
+        chart = Lines(drawn, "error", "fp32 bytes over payload bytes", log_x=True, log_y=True)
+        caption = (
+            f"{_where(mine[0])}, {family}: a line joins a policy's plans around several "
+            "references. Left and up is better."
+        )
+        found.append(Question(title, (), chart, caption))
+    return found
+
+
+def _bits(rows: Sequence[Row]) -> list[Question]:
+    """Of the last point, a chart per reference: bits by the layer's place (THESIS, Fig. 4.3)."""
+    found: list[Question] = []
+    *_, last = grouped(rows, "at", "sigma").values()
+    for (family, reference), mine in grouped(last, "family", "reference").items():
+        plans = {row["policy"]: row["bits_by_layer"] for row in mine if row.get("bits_by_layer")}
+        names = list(next(iter(plans.values()), ()))
+        plans = {policy: bits for policy, bits in plans.items() if list(bits) == names}
+        if set(plans) <= {"uniform"}:
+            continue
+        places = list(enumerate(names, start=1))
+        drawn = series(
+            (policy, "", place, bits[name])
+            for policy, bits in plans.items()
+            for place, name in places
+        )
+        cells = [
+            [str(place), name, *(digits(bits[name]) for bits in plans.values())]
+            for place, name in places
+        ]
+        title = "" if found else "How many bits does each layer get?"
+        caption = (
+            f"{_where(mine[0])}, {family} around {reference}. Layers in the model's order; those "
+            "without a choice, as vectors are, are left out."
+        )
+        chart = Lines(drawn, "layer", "payload bits per value")
+        found.append(Question(title, (), chart, caption, Table(["", "layer", *plans], cells)))
+    return found

@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gradwire.errors import ConfigError
-from gradwire_tools.report.kinds import KINDS, Row, check, kind_of
+from gradwire_tools.bench import rows as shapes
+from gradwire_tools.bench.rows import Row as Row
+from gradwire_tools.bench.rows import RowKind
+from gradwire_tools.report.kinds import KINDS
 
 LINE_BYTES = 16 << 20  # more are no row
 _DEPTH = 50  # of arrays and objects in each other
+
+
+def kind_of(row: Row) -> RowKind | None:
+    """The kind of a row; None if it is of none."""
+    return next((kind for kind in KINDS if kind.has(row)), None)
+
+
+def check(row: Row, where: str) -> None:
+    """As `bench.rows.check`, of the kind that the row is of."""
+    shapes.check(row, kind_of(row), where)
 
 
 def read(file: Path) -> list[Row]:
