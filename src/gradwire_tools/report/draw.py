@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 from matplotlib import style, ticker
@@ -24,21 +25,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from gradwire_tools.bench import quantities
 from gradwire_tools.bench.quantities import short, times
+from gradwire_tools.report import parts
 from gradwire_tools.report.gain import Gain, Standing, strength
-from gradwire_tools.report.parts import (
-    COLOURS,
-    GAIN,
-    LOSS,
-    PALETTE,
-    Bars,
-    Chart,
-    Dots,
-    Line,
-    Lines,
-    Tiles,
-    Values,
-    looks,
-)
+from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, PALETTE, Values, looks
 
 WIDTH = 400.0
 _LEFT = 128.0  # the column of names beside dots
@@ -69,40 +58,17 @@ STYLE = f"""
 svg.figure text {{ font-family: system-ui, "DejaVu Sans", sans-serif; }}
 svg.figure * {{ stroke-linejoin: round; }}
 """
-_SETTINGS = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.family": "DejaVu Sans",
-    "font.size": 12,
-    "text.color": _HEX["ink"],
-    "axes.edgecolor": _HEX["soft"],
-    "axes.labelcolor": _HEX["ink"],
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "grid.color": _HEX["line"],
-    "grid.linewidth": 1,
-    "xtick.color": _HEX["soft"],
-    "ytick.color": _HEX["soft"],
-    "xtick.bottom": False,
-    "ytick.left": False,
-    "lines.linewidth": 2,
-    "lines.dashed_pattern": (3, 1.5),
-    "lines.scale_dashes": True,
-    "legend.frameon": False,
-}
+_LOOK = str(resources.files("gradwire_tools.report").joinpath("charts.mplstyle"))
 
 
-def svg(chart: Chart, title: str, salt: str = "") -> str:
+def svg(chart: parts.Chart, title: str, salt: str = "") -> str:
     """The chart as an element of a page, whose pictures differ in `salt`; `title` is read to those
     who do not see it."""
-    draw: Any = {Lines: _lines, Bars: _bars, Dots: _dots, Tiles: _tiles}[type(chart)]
-    settings = _SETTINGS | {"svg.hashsalt": salt}
-    with style.context(settings, after_reset=True), warnings.catch_warnings():
+    draw: Any = {parts.Lines: _lines, parts.Bars: _bars, parts.Dots: _dots, parts.Tiles: _tiles}[
+        type(chart)
+    ]
+    look: list[Any] = [_LOOK, {"svg.hashsalt": salt}]
+    with style.context(look, after_reset=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters without a font here, and axes without values
         figure = Figure()
         axes = figure.add_axes((0, 0, 1, 1))
@@ -119,7 +85,7 @@ def svg(chart: Chart, title: str, salt: str = "") -> str:
     return f'<svg class="figure" role="img" {_SPACE} {size}>{body}</svg>'
 
 
-def alone(chart: Chart, heading: str) -> str:
+def alone(chart: parts.Chart, heading: str) -> str:
     """A chart as a file of its own below a line of text, on a ground that reads on any page."""
     drawn = svg(chart, heading)
     height = float(re.findall(r'height="(\S+)"', drawn)[0]) + 46
@@ -165,11 +131,7 @@ def _frame(
     axes.set_position((left / WIDTH, below / height, across, plot / height))
     figure.set_size_inches(WIDTH / 72, height / 72)
     if legend:
-        figure.legend(
-            list(legend.values()), labels, ncols=columns, loc="upper left", borderpad=0,
-            borderaxespad=0, handlelength=1.8, handletextpad=0.5, columnspacing=1,
-            labelspacing=0.25,
-        )  # fmt: skip
+        figure.legend(list(legend.values()), labels, ncols=columns, loc="upper left")
     return height
 
 
@@ -202,8 +164,7 @@ def _told(label: str, log: bool) -> str:
 # ---- lines
 
 
-def _lines(axes: Axes, chart: Lines) -> Drawn:
-    axes.margins(0.06)
+def _lines(axes: Axes, chart: parts.Lines) -> Drawn:
     for scale, log in ((axes.set_xscale, chart.log_x), (axes.set_yscale, chart.log_y)):
         scale("log" if log else "linear", **({"nonpositive": "mask"} if log else {}))
     legend: Legend = {line.label: _curve(axes, chart, line) for line in chart.lines}
@@ -219,7 +180,7 @@ def _lines(axes: Axes, chart: Lines) -> Drawn:
     return 210, legend, {"left": 40, "above": 22}
 
 
-def _curve(axes: Axes, chart: Lines, line: Line) -> Line2D:
+def _curve(axes: Axes, chart: parts.Lines, line: parts.Line) -> Line2D:
     """Draws a line; gives what stands for it in the legend."""
     shown = [
         y is not None and (y > 0 or not chart.log_y) and (x > 0 or not chart.log_x)
@@ -253,7 +214,7 @@ def _gaps(values: Values) -> list[float]:
 # ---- bars and dots
 
 
-def _bars(axes: Axes, chart: Bars) -> Drawn:
+def _bars(axes: Axes, chart: parts.Bars) -> Drawn:
     ends = [max(sum(bar.parts), bar.limit or 0.0, *(bar.spread or ())) for bar in chart.bars]
     units, form = (
         (quantities.SIZES, quantities.size)
@@ -294,8 +255,7 @@ def _bars(axes: Axes, chart: Bars) -> Drawn:
     return 35 * len(chart.bars), legend, {"right": 70}
 
 
-def _dots(axes: Axes, chart: Dots) -> Drawn:
-    axes.margins(0.06)
+def _dots(axes: Axes, chart: parts.Dots) -> Drawn:
     axes.set_xscale("log", nonpositive="mask")
     points: dict[str, list[tuple[float, int]]] = {}
     for place, (_, row) in enumerate(chart.rows):
@@ -322,7 +282,7 @@ def _dots(axes: Axes, chart: Dots) -> Drawn:
 # ---- tiles
 
 
-def _tiles(axes: Axes, chart: Tiles) -> Drawn:
+def _tiles(axes: Axes, chart: parts.Tiles) -> Drawn:
     wide = 1 / max(1, len(chart.columns))
     columns = [
         name.replace(" latency", "").replace(" emulated", "").split(", ") for name in chart.columns

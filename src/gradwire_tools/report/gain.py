@@ -2,17 +2,15 @@
 
     gain = time to a loss of the best 16-bit baseline / the method's
 
-Times are medians over seeds; above 1 a method saves time. `noise.by_seeds` judges the difference.
+Times are medians over seeds; above 1 a method saves time. `by_seeds` judges the difference.
 A time is known to the time between two evaluations. Composed times of all seeds rest on the same
 few timed steps, so their mean's standard error counts, too, which no spread over seeds shows.
-@@Whether a difference is more than noise; for quantities of which less is better.
 
-Two cases are known. A quantity has a spread of its own (the quartiles of a step's time): two differ
-if their spreads do not overlap. Or it was measured with several seeds, and both methods had the
-same ones: then they differ if the mean of the differences is farther from zero than the half width
-of its 95 % confidence interval (Student's t). Differences that all have one sign, but vary more
-than that, are not called noise: there are too few of them. Where neither spread is known, nothing
-is judged.
+Less is better, and two cases are judged. A quantity has a spread of its own (the quartiles of a
+step's time): two differ if their spreads do not overlap. Or it was measured with several seeds, the
+same for both methods: they differ if the mean of the differences is farther from zero than the half
+width of its 95 % confidence interval (Student's t). Differences that all have one sign, but vary
+more than that, are not called noise: there are too few of them.
 """
 
 from __future__ import annotations
