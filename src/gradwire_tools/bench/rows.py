@@ -53,7 +53,7 @@ class RowKind:
         return self.marks <= row.keys() and all(row[k] == v for k, v in self.values.items())
 
 
-def kind(name: str, marks: str, keys: str, more: str = "", **values: str) -> RowKind:
+def row_kind(name: str, marks: str, keys: str, more: str = "", **values: str) -> RowKind:
     """Of keys as "seconds:amount loss:number?", where `?` allows null."""
     known = frozenset([*marks.split(), *values])
     return RowKind(name, known, values, _values(keys), _values(more))

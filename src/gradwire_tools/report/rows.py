@@ -9,10 +9,20 @@ from typing import Any, BinaryIO, NoReturn
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import rows as shapes
+from gradwire_tools.bench.adapt import adapt, error
+from gradwire_tools.bench.micro import aggregators, kernels, profile
+from gradwire_tools.bench.network import collectives, network, probe, transports
+from gradwire_tools.bench.paper import ablation, planner_grid, validate
 from gradwire_tools.bench.rows import Row as Row
 from gradwire_tools.bench.rows import RowKind
-from gradwire_tools.report.kinds import KINDS
+from gradwire_tools.bench.train import train_rows
+from gradwire_tools.predict import simulate, simulate_sharded
 
+_WRITERS: tuple[Any, ...] = (
+    train_rows, adapt, planner_grid, ablation, error, aggregators, validate, simulate_sharded,
+    simulate, collectives, kernels, profile, transports, probe, network,
+)  # fmt: skip
+KINDS: list[RowKind] = [kind for writer in _WRITERS for kind in writer.KINDS]  # the first counts
 LINE_BYTES = 16 << 20  # more are no row
 _DEPTH = 50  # of arrays and objects in each other
 

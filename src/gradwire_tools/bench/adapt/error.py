@@ -43,7 +43,22 @@ from gradwire_tools.bench.adapt import record
 from gradwire_tools.bench.adapt.in_process import Counted, InProcessRanks
 from gradwire_tools.bench.adapt.recording import Recording
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.workers import Advance, unseen
+
+_ERROR = (
+    "task:text at:count steps:positive ranks:positive method:text algorithm:text "
+    "error_feedback:flag numel:count nmse:amount? nmse_of_fed:amount? nmse_of_sum:amount? "
+    "cosine:number? input_bits:amount packed_bits:amount wire_bytes:amount?"
+)
+_ERROR_MORE = "nmse_by_step:times recorded:options"
+KINDS = (
+    row_kind("bench error", "nmse error_feedback", _ERROR, _ERROR_MORE, row="total"),
+    row_kind(
+        "bench error", "nmse error_feedback", f"{_ERROR} layer:text", _ERROR_MORE, row="layer"
+    ),
+)
+
 
 Row = dict[str, Any]
 
