@@ -20,6 +20,7 @@ from report_rows import (
     COMPARED,
     DECISION,
     DOCTOR,
+    ERRORS,
     EVERYTHING,
     KERNEL,
     METHODS,
@@ -32,7 +33,7 @@ from report_rows import (
     error_row,
     sharded_rows,
     train_rows,
-)  # fmt: skip
+)
 
 from gradwire_tools import report
 
@@ -61,6 +62,8 @@ SHAPES = (  # kinds of rows that no file has, and parts of sections
         {**SIMULATED, "sweep": "rate", "value": net.split(",")[0], "net": net}
         for net in ("1gbit,1ms", "10gbit,1ms")
     ),
+    {**COMPARED, "run": {**RUN, "date": "later"}},  # another run; another recording, and commit
+    {**ERRORS[0], "run": {**RUN, "commit": "a"}}, {**ERRORS[0], "recorded": {**RUN, "commit": "a"}},
     {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": 14.39}},
 )  # fmt: skip
 _FINE = (3.0, 3.0, 3.01)
