@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import (
-    COLLECTIVE,
-    EVERYTHING,
-    KERNEL,
-    RUN,
-    SWEPT,
-    TRANSPORT,
-    UNKNOWN,
-    train_rows,
-)
+from report_rows import COLLECTIVE, EVERYTHING, KERNEL, RUN, SWEPT, TRANSPORT, UNKNOWN, train_rows
 
 from gradwire.errors import ConfigError
 from gradwire_tools import report

@@ -147,9 +147,7 @@ def known_to(
 
 
 def judged(
-    found: Mapping[str, Times],
-    resolved: Mapping[str, Resolution],
-    timing_only: Sequence[str] = (),
+    found: Mapping[str, Times], resolved: Mapping[str, Resolution], timing_only: Sequence[str] = ()
 ) -> dict[str, Gain]:
     """The gain of each method.
 
