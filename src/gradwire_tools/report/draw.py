@@ -176,8 +176,8 @@ def _lines(axes: Axes, chart: parts.Lines) -> Drawn:
     _ticks(axes.xaxis, at=chart.x_ticks)
     _ticks(axes.yaxis)
     axes.set_xlabel(_told(chart.x, chart.log_x), loc="right")
-    _above(axes, _told(chart.y, chart.log_y), 0, 8, ha="left", along="figure fraction")
-    return 210, legend, {"left": 40, "above": 22}
+    _above(axes, _told(chart.y, chart.log_y), 0, 10, ha="left", along="figure fraction")
+    return 210, legend, {"left": 40, "above": 24}
 
 
 def _curve(axes: Axes, chart: parts.Lines, line: parts.Line) -> Line2D:

@@ -1,7 +1,9 @@
-"""The report on errors of methods: `bench error` on recorded gradients, `bench adapt` per layer."""
+"""The report on errors: of methods on recorded gradients (`bench error`), and of plans per layer
+(`bench adapt`, THESIS 4.7)."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +21,11 @@ from gradwire_tools.report.parts import (
 )
 from gradwire_tools.report.rows import Row, grouped, run_of
 
-_STEP = "How far is a step's average from the exact mean, at how many bits?"
-_SUM = "How much is lost over all steps together?"
 _COMMIT = "commit of the run"
-
-Group = tuple[tuple[str, str, bool], list[Row]]  # (method, algorithm, error feedback), its rows
+_MEANS = (
+    *("nmse", "nmse_of_fed", "nmse_of_sum", "cosine"),
+    *("packed_bits", "input_bits", "wire_bytes"),
+)
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -35,8 +37,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _section(rows: Sequence[Row], several: bool) -> Section:
-    totals = [row for row in rows if row["row"] == "total"]
-    layers = [row for row in rows if row["row"] == "layer"]
+    totals = _means([row for row in rows if row["row"] == "total"], "algorithm")
+    layers = _means([row for row in rows if row["row"] == "layer"], "layer")
     first = rows[0]
     at = sorted({row["at"] for row in rows})
     about = (
@@ -47,69 +49,78 @@ def _section(rows: Sequence[Row], several: bool) -> Section:
     )
     questions = []
     if totals:
-        groups = list(grouped(totals, "method", "algorithm", "error_feedback").items())
-        questions += _questions(groups, "nmse", _STEP, _step_answers(groups), _table(groups))
-        questions += _questions(groups, "nmse_of_sum", _SUM, _sum_answers(groups))
+        shown = table(
+            totals,
+            "method | algorithm | error feedback = error_feedback | NMSE = nmse | over points | "
+            "NMSE of what was fed in = nmse_of_fed | NMSE of the sum = nmse_of_sum | cosine | "
+            "bits, packed = packed_bits | bits, 32-bit positions = input_bits | "
+            "sent per rank and step = wire_bytes",
+        )
+        title = "How far is a step's average from the exact mean, at how many bits?"
+        questions += _questions(totals, "nmse", title, _step_answers(totals), shown)
+        title = "How much is lost over all steps together?"
+        questions += _questions(totals, "nmse_of_sum", title, _sum_answers(totals))
     if layers:
-        questions.append(Question("Where is it lost?", table=_by_layer(layers)))
+        shown = table(
+            layers,
+            "method | error feedback = error_feedback | layer | values = numel | NMSE = nmse | "
+            "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits",
+        )
+        questions.append(Question("Where is it lost?", table=shown))
     command, commit, date = run_of(first, "recorded")
     told = f"Recorded by `{command}`, at {commit}, {date}; measured at {first[_COMMIT]}."
     title = f"Error on recorded gradients of {first['task']}"
     return Section(title, [about, told] if several else [about], questions)
 
 
-def _known(rows: Sequence[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if row.get(key) is not None]
-
-
-def _mean(rows: Sequence[Row], key: str) -> float | None:
-    """Over the points; None if one has none."""
-    known = _known(rows, key)
-    return statistics.mean(known) if len(known) == len(rows) else None
-
-
-def _means(rows: Sequence[Row], *keys: str) -> Row:
-    """One row, with means over the points."""
-    return {**rows[0], **{key: _mean(rows, key) for key in keys}}
+def _means(rows: Sequence[Row], key: str) -> list[Row]:
+    """A row per method, error feedback and value of `key`, with means over the points; None where a
+    point has none."""
+    found = []
+    for mine in grouped(rows, "method", "error_feedback", key).values():
+        known = {name: [r[name] for r in mine if r.get(name) is not None] for name in _MEANS}
+        means = {
+            name: statistics.mean(values) if len(values) == len(mine) else None
+            for name, values in known.items()
+        }
+        found.append({**mine[0], **means, "over points": reach(known["nmse"], digits)})
+    return found
 
 
 def _questions(
-    groups: Sequence[Group], key: str, title: str, answers: list[str], told: Table | None = None
+    rows: Sequence[Row], key: str, title: str, answers: list[str], told: Table | None = None
 ) -> list[Question]:
     """A chart per nine families of methods, a line for each, dashed with error feedback; answers
     and the table stand beside the first."""
     points: dict[str, list[tuple[str, str, float, float]]] = {}
-    for (method, algorithm, feedback), rows in groups:
-        bits, error = _mean(rows, "packed_bits"), _mean(rows, key)
-        if bits and error is not None:
-            family, note = f"{method.partition(':')[0]}, {algorithm}", "error feedback" * feedback
-            points.setdefault(family, []).append((family, note, bits, error))
-    families = list(points)
+    for row in rows:
+        family = f"{row['method'].partition(':')[0]}, {row['algorithm']}"
+        if row["packed_bits"] and row[key] is not None:
+            note = "error feedback" if row["error_feedback"] else ""
+            points.setdefault(family, []).append((family, note, row["packed_bits"], row[key]))
     caption = (
         "A line joins the options of one method. Bits are those that a rank feeds into "
         "collectives, without headers; dashed: with error feedback."
     )
-    found = []
+    found, families = [], list(points.values())
     for at in range(0, len(families), len(PALETTE)):
-        drawn = series(
-            point for family in families[at : at + len(PALETTE)] for point in points[family]
-        )
+        drawn = series(itertools.chain(*families[at : at + len(PALETTE)]))
         chart = Lines(drawn, "bits per value, packed", "NMSE", (1.0, "sends nothing"), True, True)
         found.append(Question(title, (), chart, caption))
     first = found[0] if found else Question(title)
     return [replace(first, answers=answers, table=told), *found[1:]]
 
 
-def _step_answers(groups: Sequence[Group]) -> list[str]:
+def _step_answers(rows: Sequence[Row]) -> list[str]:
     worst = [
-        f"{method}{' with error feedback' if feedback else ''} ({digits(error)})"
-        for (method, _, feedback), rows in groups
-        if (error := _mean(rows, "nmse")) is not None and error >= 1
+        f"{row['method']}{' with error feedback' * row['error_feedback']} ({digits(row['nmse'])})"
+        for row in rows
+        if row["nmse"] is not None and row["nmse"] >= 1
     ]
     answers = []
     if worst:
         answers.append(f"In a single step farther from the mean than zero is: {', '.join(worst)}.")
-    if any(feedback for (_, _, feedback), _ in groups):
+    if any(row["error_feedback"] for row in rows):
         answers.append(
             "With error feedback a step's average also brings what earlier steps left, so it is "
             "farther from that step's mean; what is lost for good stands under the next question."
@@ -117,45 +128,24 @@ def _step_answers(groups: Sequence[Group]) -> list[str]:
     return answers
 
 
-def _sum_answers(groups: Sequence[Group]) -> list[str]:
+def _sum_answers(rows: Sequence[Row]) -> list[str]:
     """What error feedback does, for methods measured with and without."""
-    known = {name: _mean(rows, "nmse_of_sum") for name, rows in groups}
+    known = [row for row in rows if row["nmse_of_sum"] is not None]
+    fed = {
+        (row["method"], row["algorithm"]): row["nmse_of_sum"]
+        for row in known
+        if row["error_feedback"]
+    }
     answers = []
-    for (method, algorithm, feedback), without in known.items():
-        fed = known.get((method, algorithm, True))
-        if feedback or without is None or fed is None:
-            continue
-        change = "less" if fed < without else "not less"
-        answers.append(
-            f"{method} by {algorithm} loses {digits(without)} of the sum, with error feedback "
-            f"{digits(fed)}: {change}."
-        )
+    for row in known:
+        method, algorithm, without = (row[k] for k in ("method", "algorithm", "nmse_of_sum"))
+        if not row["error_feedback"] and (method, algorithm) in fed:
+            with_it = fed[method, algorithm]
+            answers.append(
+                f"{method} by {algorithm} loses {digits(without)} of the sum, with error feedback "
+                f"{digits(with_it)}: {'less' if with_it < without else 'not less'}."
+            )
     return answers
-
-
-def _table(groups: Sequence[Group]) -> Table | None:
-    keys = ("nmse", "nmse_of_fed", "nmse_of_sum", "cosine", "packed_bits", "input_bits")
-    rows = [
-        {**_means(mine, *keys, "wire_bytes"), "over points": reach(_known(mine, "nmse"), digits)}
-        for _, mine in groups
-    ]
-    return table(
-        rows,
-        "method | algorithm | error feedback = error_feedback | NMSE = nmse | over points | "
-        "NMSE of what was fed in = nmse_of_fed | NMSE of the sum = nmse_of_sum | cosine | "
-        "bits, packed = packed_bits | bits, 32-bit positions = input_bits | "
-        "sent per rank and step = wire_bytes",
-    )
-
-
-def _by_layer(layers: Sequence[Row]) -> Table | None:
-    found = grouped(layers, "method", "error_feedback", "layer")
-    keys = ("nmse", "nmse_of_sum", "cosine", "packed_bits")
-    return table(
-        [_means(mine, *keys) for mine in found.values()],
-        "method | error feedback = error_feedback | layer | values = numel | NMSE = nmse | "
-        "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits",
-    )
 
 
 _METRICS = {"l2": "sum of L2 norms", "squared": "sum of squared L2 norms"}
