@@ -37,10 +37,9 @@ from gradwire_tools.bench.quantities import (
     times,
 )
 from gradwire_tools.bench.train.baselines import FULL, Baselines
-from gradwire_tools.report import learning, planning
+from gradwire_tools.report import learning, predictions
 from gradwire_tools.report.gain import Gain, Standing, of_summaries
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.rows import grouped, read, sort, split
+from gradwire_tools.report.rows import Row, grouped, read, sort, split
 
 COST = 0.01  # of fp32's metric, that is no loss
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -241,7 +240,7 @@ def _of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
 def _off(error: float) -> str:
     """By how much an expectation is off, bold if that is much."""
     told = percent(1 + error)
-    return told if abs(error) <= planning.TRUE else f"**{told}**"
+    return told if abs(error) <= predictions.TRUE else f"**{told}**"
 
 
 def _beside(took: float | None, other: float | None) -> str:

@@ -21,7 +21,7 @@ from gradwire.transport import shm, shm_library
 _EXTRAS = (
     ("command line", "cli", ("typer", "rich")),
     ("schedules in files", "cli", ("yaml",)),
-    ("report", "report", ("jinja2",)),
+    ("report", "report", ("jinja2", "matplotlib")),
     ("--plot", "report", ("matplotlib",)),
     ("bench train --task image", "bench", ("sklearn",)),
     ("policies bayes, flexible", "adapt", ("optuna", "pymoo")),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-from report_rows import METHODS, RUN, train_rows
+from matplotlib.colors import to_rgb
+from report_rows import METHODS, RUN, sharded_rows, train_rows
 
-from gradwire_tools.report import heat, learning, noise, page, svg, utility
-from gradwire_tools.report.gain import Gain, Resolution, Standing, judged, of_summaries, strength
-from gradwire_tools.report.parts import Question, Section
+from gradwire_tools.bench.train.view import table
+from gradwire_tools.report import draw, learning, page
+from gradwire_tools.report.gain import Gain, Resolution, Standing, judged, of_summaries, paired
+from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, Section, Tiles
 
 FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
 
@@ -57,7 +58,7 @@ def test_utility_at_several_targets() -> None:
         {"torch-fp32": full, FP16: full, "a": [9.0, 5.0, 4.0, 3.5, 2.6, 2.55, 2.5, 2.45]},
         {"torch-fp32": 4.0, FP16: 2.0, "a": 1.0},
     )
-    found = utility.question(rows)
+    found = learning.at_targets(rows)
     assert found is not None
     assert found.table is not None
     assert list(found.table.headings[1:]) == [
@@ -75,15 +76,15 @@ def test_utility_at_several_targets() -> None:
     rows = evaluations({"torch-fp32": [9.0, 4.0], FP16: [9.0, 4.0]}, {"torch-fp32": 2.0, FP16: 1.0})
     for row in rows:
         row["loss"] += row["seed"]
-    found = utility.question(rows)
+    found = learning.at_targets(rows)
     assert found is not None
     assert found.table is not None
     assert found.table.headings[1] == "loss 5.000, step 10"
     assert [row[1] for row in found.table.rows][1] == "the best 16-bit baseline"
     # There is no utility without a 16-bit baseline, or a target.
-    assert utility.question([]) is None
-    assert utility.question(evaluations({"a": [2.0, 1.0]}, {"a": 1.0})) is None
-    assert utility.question(evaluations({FP16: [2.0]}, {FP16: 1.0})) is None
+    assert learning.at_targets([]) is None
+    assert learning.at_targets(evaluations({"a": [2.0, 1.0]}, {"a": 1.0})) is None
+    assert learning.at_targets(evaluations({FP16: [2.0]}, {FP16: 1.0})) is None
 
 
 def test_a_summary_says_how_far_apart_evaluations_were() -> None:
@@ -99,14 +100,14 @@ def test_a_summary_says_how_far_apart_evaluations_were() -> None:
     assert of_summaries(summaries, left)[METHODS[2]].standing is Standing.GAIN
     told = learning.time_to_loss(left, summaries).answers
     assert f"{METHODS[2]} reaches it 1.25 times faster than {FP16}." in told
-    at_targets = utility.question(left, summaries)
+    at_targets = learning.at_targets(left, summaries)
     assert at_targets is not None
     assert at_targets.answers[0] == f"{METHODS[2]}: is within noise at 1 of 1 target."
     assert "Some of the runs' evaluations are not among these rows." in at_targets.answers[1]
     assert "is known to 20.0 s only, not to 1.00 s" in at_targets.answers[1]
     for row in summaries:
         row["evaluation_gap_seconds"] = row["seconds"]
-    assert len(utility.question(left, summaries).answers) == 1  # type: ignore[union-attr]
+    assert len(learning.at_targets(left, summaries).answers) == 1  # type: ignore[union-attr]
 
 
 def test_a_composed_gain_within_the_noise_of_the_timed_steps_is_noise() -> None:
@@ -164,7 +165,7 @@ def test_times_are_paired_by_seed() -> None:
     by_method[FP16] |= {"seeds": [0, 1, 2], "time_to_target_by_seed": [10.0, 20.0, 30.0]}
     by_method[METHODS[2]] |= {"seeds": [2, 0, 1], "time_to_target_by_seed": [27.0, 9.0, 18.0]}
     assert of_summaries(summaries, [])[METHODS[2]].standing is Standing.UNJUDGED
-    assert noise.paired(summaries[1:], "time_to_target") == [[10.0, 20.0, 30.0], [9.0, 18.0, 27.0]]
+    assert paired(summaries[1:], "time_to_target") == [[10.0, 20.0, 30.0], [9.0, 18.0, 27.0]]
     by_method[METHODS[2]] |= {"seeds": [7, 8, 9]}
     assert of_summaries(summaries, [])[METHODS[2]].standing is Standing.UNKNOWN
 
@@ -179,91 +180,69 @@ def section_of(rows: list[dict[str, Any]]) -> Section:
     return next(one for one in page.sections(rows) if "gain over 16 bit" in one.title)
 
 
-def svg_of(question: Question) -> str:
-    assert question.figure is not None
-    return question.figure.svg
-
-
-def test_gains_and_losses_stand_beside_each_other() -> None:
-    drawn, table = section_of(networks()).questions
-    ours = "against torch-fp16-hook: {} time: gradwire-qsgd4 ({} times {}er).".format
-    assert drawn.answers == [
-        "100 Mbit/s, 1 ms latency, " + ours("save", "5.00", "fast"),
-        "10 Gbit/s, 1 ms latency, " + ours("cost", "4.00", "slow"),
-    ]
-    assert table.table is not None
-    assert list(table.table.rows[2]) == [
-        METHODS[2],
-        "5.00 times faster",
-        "4.00 times slower",
-    ]
-    assert "▲ 5.00×" in svg_of(drawn)
-    assert "▼ 0.250×" in svg_of(drawn)
-    # Networks are columns.
-    rows = [*networks(), *networks(composed=True)]
-    table = section_of(rows).questions[1].table
-    assert table is not None
-    headings = [heading.rpartition(", ")[2] for heading in table.headings[1:]]
-    assert headings == ["whole", "composed", "whole", "composed"]
-    assert not [one for one in page.sections(train_rows()) if "gain over" in one.title]
-    # More networks than columns make several figures.
+def test_more_networks_than_columns_make_several_charts() -> None:
     rows = [row for rate in range(1, 8) for row in train_rows(f"{rate}gbit,1ms")]
-    drawn = section_of(rows).questions
-    assert [question.figure is not None for question in drawn] == [True, True, False]
-    assert "7 Gbit/s" in svg_of(drawn[1])
-    assert "7 Gbit/s" not in svg_of(drawn[0])
+    charts = [question.chart for question in section_of(rows).questions]
+    assert [isinstance(one, Tiles) and len(one.columns) for one in charts] == [5, 2, False]
+    # Networks are columns, with how they were measured.
+    shown = section_of([*networks(), *networks(composed=True)]).questions[1]
+    assert shown.table is not None
+    headings = [heading.rpartition(", ")[2] for heading in shown.table.headings[1:]]
+    assert headings == ["whole", "composed", "whole", "composed"]
+
+
+def test_the_terminals_table_has_the_same_bar() -> None:
+    summaries = [row for row in sharded_rows() if row["row"] == "summary"]
+    assert of_summaries(summaries, [])["fsdp-mixed"].standing is Standing.BAR
+    for mixed, bf16, of_mixed in ((0.25, "2.00×", "1.00×"), (1.0, "1.00×", "2.00×")):
+        made = table([row for row in sharded_rows(mixed) if row["row"] == "summary"])
+        names, ratios = ([str(cell) for cell in made.columns[place].cells] for place in (0, 3))
+        assert made.columns[3].header == "of 16 bit"
+        found = dict(zip(names, ratios, strict=True))
+        assert (found["fsdp-bf16"], found["fsdp-mixed"]) == (bf16, of_mixed)
 
 
 def test_only_what_was_judged_has_a_colour() -> None:
-    def drawn(*gains: Gain | None) -> str:
-        return heat.tiles([["net"]] * len(gains), [("a", gains)], "").split("net</text>")[-1]
-
     for standing in (Standing.NOISE, Standing.UNJUDGED, Standing.BAR):
-        assert "--gain" not in drawn(Gain(standing, 2.0))
-        assert "--loss" not in drawn(Gain(standing, 0.5))
-    assert "--loss" in drawn(Gain(Standing.NEVER))
-    assert "– " not in drawn(None)
+        assert not draw.tile(Gain(standing, 2.0))["fill"]
+    assert not draw.tile(None)["fill"]
+    for never in (Standing.NEVER, Standing.LOSS):
+        assert draw.tile(Gain(never, 0.5))["facecolor"][0] == COLOURS[LOSS][0]
     # A loss is as strong as a gain of the same factor.
     for ratio in (1.1, 2.0, 4.0, 100.0):
-        assert strength(ratio) == pytest.approx(strength(1 / ratio))
-        made = [
-            heat.tiles([["n"]], [("a", [Gain(standing, value)])], "")
-            for standing, value in ((Standing.GAIN, ratio), (Standing.LOSS, 1 / ratio))
-        ]
-        opacities = [re.findall(r'fill-opacity="([\d.]+)"', one)[-1] for one in made]
-        assert opacities[0] == opacities[1]
+        gain, loss = (
+            draw.tile(Gain(Standing.GAIN, ratio)),
+            draw.tile(Gain(Standing.LOSS, 1 / ratio)),
+        )
+        assert gain["facecolor"][1] == pytest.approx(loss["facecolor"][1])
+    assert draw.tile(Gain(Standing.GAIN, 4.0))["facecolor"] == (COLOURS[GAIN][0], draw.STRONGEST)
 
 
-def variables(scheme: str) -> dict[str, tuple[float, ...]]:
-    """The colours of a scheme, each channel 0 to 1."""
-    light, dark = svg.STYLE.split("prefers-color-scheme: dark")
-    found = re.findall(r"--(\w+): #(\w{6})", light if scheme == "light" else dark)
-    return {name: tuple(int(c[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, c in found}
+Colour = tuple[float, ...]  # each channel 0 to 1
 
 
-def luminance(colour: tuple[float, ...]) -> float:
+def luminance(colour: Colour) -> float:
     """As WCAG 2 defines it."""
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+def contrast(one: Colour, other: Colour) -> float:
     """As WCAG 2 defines it."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
-def strongest(colours: dict[str, tuple[float, ...]], side: str) -> tuple[float, ...]:
-    """The strongest tile's colour on the card."""
-    pairs = zip(colours[side], colours["card"], strict=True)
-    return tuple(heat.STRONGEST * top + (1 - heat.STRONGEST) * below for top, below in pairs)
-
-
-def test_text_reads_on_tiles_and_a_loss_is_as_visible_as_a_gain() -> None:
-    for scheme in ("light", "dark"):
-        colours = variables(scheme)
-        gain, loss = (strongest(colours, side) for side in ("gain", "loss"))
-        for tile in (gain, loss):
-            assert contrast(tile, colours["ink"]) >= 4.5  # WCAG 2, level AA
-        visible = [contrast(tile, colours["card"]) for tile in (gain, loss)]
-        assert max(visible) / min(visible) < 1.25
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_reads_on_tiles_and_a_loss_is_as_visible_as_a_gain(scheme: int) -> None:
+    colours = {name: to_rgb(pair[scheme]) for name, pair in COLOURS.items()}
+    tiles = [
+        tuple(
+            draw.STRONGEST * top + (1 - draw.STRONGEST) * below
+            for top, below in zip(colours[side], colours["card"], strict=True)
+        )
+        for side in (GAIN, LOSS)
+    ]
+    assert all(contrast(tile, colours["ink"]) >= 4.5 for tile in tiles)  # WCAG 2, level AA
+    visible = [contrast(tile, colours["card"]) for tile in tiles]
+    assert max(visible) / min(visible) < 1.25

@@ -29,7 +29,7 @@ def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     lacking = {row["part"]: row for row in doctor.examine()}
     for part, said in (
-        ("report", 'jinja2 not installed: pip install "gradwire[report]"'),
+        ("report", 'jinja2 and matplotlib not installed: pip install "gradwire[report]"'),
         ("gw.keras", 'keras not installed: pip install "gradwire[keras]"'),
         ("--plot", 'matplotlib not installed: pip install "gradwire[report]"'),
         (

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from gradwire_tools.cli import program
-from gradwire_tools.report import kinds
+from gradwire_tools.report.rows import KINDS
 
 STORED = Path(__file__).with_name("interface.txt")
 
@@ -41,7 +41,7 @@ def exit_codes() -> Iterator[str]:
 
 def keys() -> Iterator[str]:
     """A line per kind of rows: what tells it, and its keys, `key?` where rows may lack it."""
-    for kind in kinds.KINDS:
+    for kind in KINDS:
         told = " ".join([*sorted(kind.marks - kind.values.keys()), *_given(kind.values)])
         yield f"rows of `gradwire {kind.name}` with {told}:"
         every = [f"{key}: {value.words}" for key, value in sorted(kind.keys.items())]

@@ -22,10 +22,25 @@ from gradwire_tools.bench import workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.micro.kernels import check_threads
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods
 from gradwire_tools.predict import sim_sweep
 from gradwire_tools.predict.sim_sweep import Point
 from gradwire_tools.sim import Curves, Scenario, curves, predict
+
+_SIM = (
+    "codec:text algorithm:text model:text ranks:positive seconds:amount wire_bytes:amount "
+    "messages:count limit_seconds:amount?"
+)
+_SIM_MARKS = "codec backward_seconds buckets"
+_SWEPT = f"{_SIM} sweep:text value:plain"
+KINDS = (
+    row_kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="rate"),
+    row_kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="latency"),
+    row_kind("sim", f"{_SIM_MARKS} sweep", f"{_SWEPT} net:text", "machine:text?"),
+    row_kind("sim", _SIM_MARKS, f"{_SIM} net:text", "machine:text?"),
+)
+
 
 NO_CURVES = Curves("none", 1, {})
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")

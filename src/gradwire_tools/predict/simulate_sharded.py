@@ -20,6 +20,7 @@ from gradwire.planner.weights import in_blocks
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.micro.kernels import check_threads
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import sharded
 from gradwire_tools.bench.train.sharded import ShardedMethod
 from gradwire_tools.predict import sim_sweep
@@ -28,6 +29,19 @@ from gradwire_tools.predict.simulate import WantedStep, known_curves
 from gradwire_tools.sim import models
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import Coded, Gradients, Torch, Weights, codecs_of
+
+KINDS = (
+    row_kind(
+        "sim --sharded",
+        "sharded forward_seconds backward_seconds",
+        "method:text model:text net:text algorithm:text ranks:positive per_node:positive "
+        "seconds:amount forward_seconds:amount backward_seconds:amount compute_seconds:amount "
+        "blocking:flag weights_wire_bytes:amount gradients_wire_bytes:amount ratio:amount? "
+        "limit_seconds:amount?",
+        "machine:text? sweep:text value:plain",
+    ),
+)
+
 
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "forward", "backward", "segments")
 _WIDTHS = {"fp32": Torch(4), "fp16": Torch(2), "bf16": Torch(2)}

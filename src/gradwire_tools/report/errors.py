@@ -1,23 +1,31 @@
-"""The report on `bench error`: what methods lose on recorded gradients, for how many bits."""
+"""The report on errors: of methods on recorded gradients (`bench error`), and of plans per layer
+(`bench adapt`, THESIS 4.7)."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
-from gradwire_tools.bench.quantities import digits, plural, reach
-from gradwire_tools.report import svg
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lines import Axes, Line, lines
-from gradwire_tools.report.parts import Figure, Question, Section, Table, table
-from gradwire_tools.report.rows import grouped, run_of
+from gradwire_tools.bench.quantities import DASH, digits, plural, reach
+from gradwire_tools.report.parts import (
+    PALETTE,
+    Dots,
+    Lines,
+    Question,
+    Section,
+    Table,
+    series,
+    table,
+)
+from gradwire_tools.report.rows import Row, grouped, run_of
 
-_STEP = "How far is a step's average from the exact mean, at how many bits?"
-_SUM = "How much is lost over all steps together?"
-_LAYERS = "Where is it lost?"
 _COMMIT = "commit of the run"
-
-Group = tuple[tuple[str, str, bool], list[Row]]  # (method, algorithm, error feedback), its rows
+_MEANS = (
+    *("nmse", "nmse_of_fed", "nmse_of_sum", "cosine"),
+    *("packed_bits", "input_bits", "wire_bytes"),
+)
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -29,8 +37,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _section(rows: Sequence[Row], several: bool) -> Section:
-    totals = [row for row in rows if row["row"] == "total"]
-    layers = [row for row in rows if row["row"] == "layer"]
+    totals = _means([row for row in rows if row["row"] == "total"], "algorithm")
+    layers = _means([row for row in rows if row["row"] == "layer"], "layer")
     first = rows[0]
     at = sorted({row["at"] for row in rows})
     about = (
@@ -41,77 +49,78 @@ def _section(rows: Sequence[Row], several: bool) -> Section:
     )
     questions = []
     if totals:
-        groups = list(grouped(totals, "method", "algorithm", "error_feedback").items())
-        questions += _questions(groups, "nmse", _STEP, _step_answers(groups), _table(groups))
-        questions += _questions(groups, "nmse_of_sum", _SUM, _sum_answers(groups))
+        shown = table(
+            totals,
+            "method | algorithm | error feedback = error_feedback | NMSE = nmse | over points | "
+            "NMSE of what was fed in = nmse_of_fed | NMSE of the sum = nmse_of_sum | cosine | "
+            "bits, packed = packed_bits | bits, 32-bit positions = input_bits | "
+            "sent per rank and step = wire_bytes",
+        )
+        title = "How far is a step's average from the exact mean, at how many bits?"
+        questions += _questions(totals, "nmse", title, _step_answers(totals), shown)
+        title = "How much is lost over all steps together?"
+        questions += _questions(totals, "nmse_of_sum", title, _sum_answers(totals))
     if layers:
-        questions.append(Question(_LAYERS, table=_by_layer(layers)))
+        shown = table(
+            layers,
+            "method | error feedback = error_feedback | layer | values = numel | NMSE = nmse | "
+            "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits",
+        )
+        questions.append(Question("Where is it lost?", table=shown))
     command, commit, date = run_of(first, "recorded")
     told = f"Recorded by `{command}`, at {commit}, {date}; measured at {first[_COMMIT]}."
     title = f"Error on recorded gradients of {first['task']}"
     return Section(title, [about, told] if several else [about], questions)
 
 
-def _known(rows: Sequence[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if row.get(key) is not None]
-
-
-def _mean(rows: Sequence[Row], key: str) -> float | None:
-    """Over the points; None if one has none."""
-    known = _known(rows, key)
-    return statistics.mean(known) if len(known) == len(rows) else None
+def _means(rows: Sequence[Row], key: str) -> list[Row]:
+    """A row per method, error feedback and value of `key`, with means over the points; None where a
+    point has none."""
+    found = []
+    for mine in grouped(rows, "method", "error_feedback", key).values():
+        known = {name: [r[name] for r in mine if r.get(name) is not None] for name in _MEANS}
+        means = {
+            name: statistics.mean(values) if len(values) == len(mine) else None
+            for name, values in known.items()
+        }
+        found.append({**mine[0], **means, "over points": reach(known["nmse"], digits)})
+    return found
 
 
 def _questions(
-    groups: Sequence[Group], key: str, title: str, answers: list[str], told: Table | None = None
+    rows: Sequence[Row], key: str, title: str, answers: list[str], told: Table | None = None
 ) -> list[Question]:
-    """Answers and the table stand beside the first figure."""
-    figures = _figures(groups, key, title)
-    first = Question(title, answers, figures[0] if figures else None, told)
-    return [first, *(Question(title, (), one) for one in figures[1:])]
-
-
-def _figures(groups: Sequence[Group], key: str, title: str) -> list[Figure]:
-    """A figure per nine families of methods, a line for each, dashed with error feedback."""
-    points: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    for (method, algorithm, feedback), rows in groups:
-        bits, error = _mean(rows, "packed_bits"), _mean(rows, key)
-        if bits and error is not None:
-            family = f"{method.partition(':')[0]}, {algorithm}"
-            points.setdefault((family, feedback), []).append((bits, error))
-    strokes = svg.plain(family for family, _ in points)
-    families, found = list(strokes), []
+    """A chart per nine families of methods, a line for each, dashed with error feedback; answers
+    and the table stand beside the first."""
+    points: dict[str, list[tuple[str, str, float, float]]] = {}
+    for row in rows:
+        family = f"{row['method'].partition(':')[0]}, {row['algorithm']}"
+        if row["packed_bits"] and row[key] is not None:
+            note = "error feedback" if row["error_feedback"] else ""
+            points.setdefault(family, []).append((family, note, row["packed_bits"], row[key]))
     caption = (
         "A line joins the options of one method. Bits are those that a rank feeds into "
         "collectives, without headers; dashed: with error feedback."
     )
-    axes = Axes(
-        "bits per value, packed", "NMSE", title, rule=(1.0, "sends nothing"), log_x=True,
-        log_y=True,
-    )  # fmt: skip
-    for start in range(0, len(families), len(svg.PALETTE)):
-        drawn = []
-        for family in families[start : start + len(svg.PALETTE)]:
-            for feedback in (False, True):
-                if (family, feedback) in points:
-                    label = f"{family}, error feedback" if feedback else family
-                    stroke = strokes[family].dashed if feedback else strokes[family]
-                    xs, ys = zip(*sorted(points[family, feedback]), strict=True)
-                    drawn.append(Line(label, stroke, xs, ys))
-        found.append(Figure(caption, lines(drawn, axes)))
-    return found
+    found, families = [], list(points.values())
+    for at in range(0, len(families), len(PALETTE)):
+        drawn = series(itertools.chain(*families[at : at + len(PALETTE)]))
+        chart = Lines(drawn, "bits per value, packed", "NMSE", (1.0, "sends nothing"), True, True)
+        found.append(Question(title, (), chart, caption))
+    first = found[0] if found else Question(title)
+    return [replace(first, answers=answers, table=told), *found[1:]]
 
 
-def _step_answers(groups: Sequence[Group]) -> list[str]:
+def _step_answers(rows: Sequence[Row]) -> list[str]:
     worst = [
-        f"{method}{' with error feedback' if feedback else ''} ({digits(error)})"
-        for (method, _, feedback), rows in groups
-        if (error := _mean(rows, "nmse")) is not None and error >= 1
+        f"{row['method']}{' with error feedback' * row['error_feedback']} ({digits(row['nmse'])})"
+        for row in rows
+        if row["nmse"] is not None and row["nmse"] >= 1
     ]
     answers = []
     if worst:
         answers.append(f"In a single step farther from the mean than zero is: {', '.join(worst)}.")
-    if any(feedback for (_, _, feedback), _ in groups):
+    if any(row["error_feedback"] for row in rows):
         answers.append(
             "With error feedback a step's average also brings what earlier steps left, so it is "
             "farther from that step's mean; what is lost for good stands under the next question."
@@ -119,48 +128,127 @@ def _step_answers(groups: Sequence[Group]) -> list[str]:
     return answers
 
 
-def _sum_answers(groups: Sequence[Group]) -> list[str]:
+def _sum_answers(rows: Sequence[Row]) -> list[str]:
     """What error feedback does, for methods measured with and without."""
-    known = {name: _mean(rows, "nmse_of_sum") for name, rows in groups}
+    known = [row for row in rows if row["nmse_of_sum"] is not None]
+    fed = {
+        (row["method"], row["algorithm"]): row["nmse_of_sum"]
+        for row in known
+        if row["error_feedback"]
+    }
     answers = []
-    for (method, algorithm, feedback), without in known.items():
-        fed = known.get((method, algorithm, True))
-        if feedback or without is None or fed is None:
-            continue
-        change = "less" if fed < without else "not less"
-        answers.append(
-            f"{method} by {algorithm} loses {digits(without)} of the sum, with error feedback "
-            f"{digits(fed)}: {change}."
-        )
+    for row in known:
+        method, algorithm, without = (row[k] for k in ("method", "algorithm", "nmse_of_sum"))
+        if not row["error_feedback"] and (method, algorithm) in fed:
+            with_it = fed[method, algorithm]
+            answers.append(
+                f"{method} by {algorithm} loses {digits(without)} of the sum, with error feedback "
+                f"{digits(with_it)}: {'less' if with_it < without else 'not less'}."
+            )
     return answers
 
 
-def _table(groups: Sequence[Group]) -> Table | None:
-    keys = ("nmse", "nmse_of_fed", "nmse_of_sum", "cosine", "packed_bits", "input_bits")
-    rows = [
-        {
-            **mine[0],
-            **{key: _mean(mine, key) for key in (*keys, "wire_bytes")},
-            "over points": reach(_known(mine, "nmse"), digits),
-        }
-        for _, mine in groups
-    ]
-    columns = (
-        "method | algorithm | error feedback = error_feedback | NMSE = nmse | over points | "
-        "NMSE of what was fed in = nmse_of_fed | NMSE of the sum = nmse_of_sum | cosine | "
-        "bits, packed = packed_bits | bits, 32-bit positions = input_bits | "
-        "sent per rank and step = wire_bytes"
-    )
-    return table(rows, columns)
+_METRICS = {"l2": "sum of L2 norms", "squared": "sum of squared L2 norms"}
 
 
-def _by_layer(layers: Sequence[Row]) -> Table | None:
-    """Means over the points."""
-    found = grouped(layers, "method", "error_feedback", "layer")
-    keys = ("nmse", "nmse_of_sum", "cosine", "packed_bits")
-    rows = [{**mine[0], **{key: _mean(mine, key) for key in keys}} for mine in found.values()]
-    columns = (
-        "method | error feedback = error_feedback | layer | values = numel | NMSE = nmse | "
-        "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits"
+def policies(rows: Sequence[Row]) -> Section:
+    """Of one task, metric and run."""
+    first = rows[0]
+    metric = _METRICS.get(first["error_metric"], first["error_metric"])
+    known = [row for row in rows if None not in (row["ratio"], row["of_uniform"], row["error"])]
+    told = sorted({f"{row['policy']}: {row['fallback']}." for row in rows if row["fallback"]})
+    about = (
+        f"{first['layers']} layers. A plan's error is the {metric} of what each layer's method "
+        "loses of an averaged gradient, without error feedback; the budget is that of the uniform "
+        "plan, which gives every layer the reference."
     )
-    return table(rows, columns)
+    questions = [*_gains(known), *_curves(known), *_bits(known)] if known else []
+    return Section(f"Policies on {first['task']}, by {metric}", [about, *told], questions)
+
+
+def _where(row: Row) -> str:
+    """The point of a recording, or the seeded table."""
+    if row.get("at") is not None:
+        return f"Step {row['at']}"
+    return DASH if row.get("sigma") is None else f"Sigma {row['sigma']:g}"
+
+
+def _gains(rows: Sequence[Row]) -> list[Question]:
+    """A chart per point: a row of dots per reference."""
+    found: list[Question] = []
+    for there in grouped(rows, "at", "sigma").values():
+        drawn, best = [], []
+        families = grouped(there, "family", "reference")
+        for (family, reference), mine in families.items():
+            points = [
+                (row["policy"], row["of_uniform"])
+                for row in mine
+                if row["budget"] is not None and row["of_uniform"]
+            ]
+            codec = reference.partition(":")[0]
+            drawn.append((f"mixed, {codec}" if family == "mixed" else reference, points))
+            name, most = max(points, key=lambda point: float(point[1]), default=("", 0.0))
+            if most > 1:
+                best.append(f"{family} around {reference}: {name}, {digits(most)} times.")
+        shown = table(
+            [row for mine in families.values() for row in mine],
+            "family | reference | policy | ratio | of the uniform plan's = of_uniform | error, of "
+            "the budget = share | global L2 error = global_error | solved in = solve_seconds",
+            share=lambda row: row["error"] / row["budget"] if row["budget"] else None,
+        )
+        title = "" if found else "How many times fewer bytes than the uniform plan, at equal error?"
+        where = _where(there[0])
+        caption = f"{where}: policies that keep to the budget. Right of 1 a plan sends less."
+        chart = Dots(drawn, "gain over uniform", (1.0, "uniform"))
+        answers = best or ["No policy sends less."]
+        found.append(Question(title, answers, chart, caption, shown))
+    return found
+
+
+def _curves(rows: Sequence[Row]) -> list[Question]:
+    """Where a family has several references: ratio against error, a line per policy."""
+    found: list[Question] = []
+    for (_, _, family), mine in grouped(rows, "at", "sigma", "family").items():
+        if family == "mixed" or len({row["reference"] for row in mine}) < 2:
+            continue
+        drawn = series(
+            (row["policy"], "", row["error"], row["ratio"]) for row in mine if row["error"]
+        )
+        title = "" if found else "What compression costs what error?"
+        chart = Lines(drawn, "error", "fp32 bytes over payload bytes", log_x=True, log_y=True)
+        caption = (
+            f"{_where(mine[0])}, {family}: a line joins a policy's plans around several "
+            "references. Left and up is better."
+        )
+        found.append(Question(title, (), chart, caption))
+    return found
+
+
+def _bits(rows: Sequence[Row]) -> list[Question]:
+    """Of the last point, a chart per reference: bits by the layer's place (THESIS, Fig. 4.3)."""
+    found: list[Question] = []
+    *_, last = grouped(rows, "at", "sigma").values()
+    for (family, reference), mine in grouped(last, "family", "reference").items():
+        plans = {row["policy"]: row["bits_by_layer"] for row in mine if row.get("bits_by_layer")}
+        names = list(next(iter(plans.values()), ()))
+        plans = {policy: bits for policy, bits in plans.items() if list(bits) == names}
+        if set(plans) <= {"uniform"}:
+            continue
+        places = list(enumerate(names, start=1))
+        drawn = series(
+            (policy, "", place, bits[name])
+            for policy, bits in plans.items()
+            for place, name in places
+        )
+        cells = [
+            [str(place), name, *(digits(bits[name]) for bits in plans.values())]
+            for place, name in places
+        ]
+        title = "" if found else "How many bits does each layer get?"
+        caption = (
+            f"{_where(mine[0])}, {family} around {reference}. Layers in the model's order; those "
+            "without a choice, as vectors are, are left out."
+        )
+        chart = Lines(drawn, "layer", "payload bits per value")
+        found.append(Question(title, (), chart, caption, Table(["", "layer", *plans], cells)))
+    return found

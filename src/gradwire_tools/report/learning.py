@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from gradwire_tools.bench.lengths import length
 from gradwire_tools.bench.quantities import (
@@ -18,75 +18,57 @@ from gradwire_tools.bench.quantities import (
     than,
 )
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report import gain, svg
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lines import Axes, Line, lines
-from gradwire_tools.report.noise import Verdict, by_seeds, paired
-from gradwire_tools.report.parts import Figure, Question, table
-from gradwire_tools.report.rows import grouped
+from gradwire_tools.report import gain
+from gradwire_tools.report.gain import (
+    Gain,
+    Standing,
+    Verdict,
+    by_seeds,
+    judged,
+    left_out,
+    paired,
+    resolutions,
+)
+from gradwire_tools.report.parts import Line, Lines, Question, Table, series, table
+from gradwire_tools.report.rows import Row, grouped
 
-TITLE = "How long until the model reaches the baseline's loss?"
+MISSED = "not reached"
 _WHOLE = "Time is rank 0's, evaluations excluded, start-up and compilation of kernels included."
 _COMPOSED = (
     "Composed: times are those of mean timed steps; start-up and compilation of kernels are not "
     "included."
 )
-_LEARNED = "Does compression change what is learned?"
+_BAND = "Mean over seeds; the band reaches from the least to the greatest."
 _TIMING = "for timing only"
-MISSED = "not reached"
-_FEW = ", and so with every seed; these are too few to judge"
-_UNKNOWN = "; the spread over seeds is unknown"
+_UNSURE = {
+    Verdict.FEW: ", and so with every seed; these are too few to judge",
+    Verdict.UNKNOWN: "; the spread over seeds is unknown",
+}
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A method's evaluations over its seeds: at each step the means, and the losses' extremes."""
-
-    steps: Sequence[float]
-    seconds: Sequence[float]
-    loss: Sequence[float | None]
-    low: Sequence[float | None]
-    high: Sequence[float | None]
-
-
-def curves(evaluations: Sequence[Row]) -> dict[str, Curve]:
-    """Each method's curve, to its own end. A step that a seed lacks, or where its loss was not
-    finite, has no mean."""
-    found = {}
+def curves(evaluations: Sequence[Row], x: str = "seconds") -> list[Line]:
+    """Each method's means over its seeds, to its own end, and the extremes of its losses. A step
+    that a seed lacks, or where its loss was not finite, has no mean."""
+    points = []
     for (method,), mine in grouped(evaluations, "method").items():
-        seeds, points = len({row["seed"] for row in mine}), []
-        for (step,), rows in sorted(grouped(mine, "step").items()):
-            losses = [row["loss"] for row in rows]
+        seeds = len({row["seed"] for row in mine})
+        for at in grouped(mine, "step").values():
+            losses = [row["loss"] for row in at]
             whole = None not in losses and len(losses) == seeds
             of_seeds = [of(losses) if whole else None for of in (statistics.mean, min, max)]
-            points.append((step, statistics.mean(row["seconds"] for row in rows), *of_seeds))
-        found[method] = Curve(*zip(*points, strict=True))
-    return found
+            points.append((method, "", statistics.mean(row[x] for row in at), *of_seeds))
+    return series(points)
 
 
-def against_seconds(evaluations: Sequence[Row], target: float | None) -> str:
-    """The figure of loss against training time; a point where a mean first meets the target."""
-    return _figure(evaluations, target, by_time=True)
-
-
-def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> str:
-    strokes = svg.strokes(row["method"] for row in evaluations)
-    full = Baselines.of_rows(evaluations).full
+def against_seconds(evaluations: Sequence[Row], target: float | None) -> Lines:
+    """Loss against training time; a point where a mean first meets the target."""
     drawn = []
-    for method, curve in curves(evaluations).items():
-        x = curve.seconds if by_time else curve.steps
-        points = [(a, b) for a, b in zip(x, curve.loss, strict=True) if b is not None]
-        met = [point for point in points if target is not None and point[1] <= target]
-        wide, mark = method == full and not by_time, met[0] if met and by_time else None
-        line = Line(method, strokes[method], x, curve.loss, curve.low, curve.high)
-        drawn.append(replace(line, wide=wide, mark=mark))  # the others lie on a wide one
-    axes = Axes(
-        x="training time, s" if by_time else "step",
-        y="validation loss, nats",
-        title="Validation loss against " + ("training time" if by_time else "steps"),
-        rule=(target, f"target {digits(target, 4)}") if target is not None and by_time else None,
-    )
-    return lines(drawn, axes)
+    for line in curves(evaluations):
+        points = zip(line.x, line.y, strict=True)
+        met = [(x, y) for x, y in points if target is not None and y is not None and y <= target]
+        drawn.append(replace(line, mark=met[0] if met else None))
+    rule = None if target is None else (target, f"target {digits(target, 4)}")
+    return Lines(drawn, "training time, s", "validation loss, nats", rule)
 
 
 def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
@@ -98,30 +80,29 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
     answers = [_target(summaries)] if summaries else []
     shown = []
     for row in summaries:
-        word, clause = _time_verdict(row, baseline, resolved)
         if row.get("timing_only"):
             shown.append({"method": row["method"], "against": _TIMING})
             continue
-        time = time_reached(row)
+        time, (word, clause) = time_reached(row), _time_verdict(row, baseline, resolved)
         if time == MISSED:
-            answers.append(
-                f"{row['method']} did not reach the target in {length([row])}{_some(row)}."
-            )
+            lacking = f"{length([row])}{_some(row)}"
+            answers.append(f"{row['method']} did not reach the target in {lacking}.")
         elif clause and row["method"] != baselines.full:
             answers.append(f"{row['method']} {clause}.")
-        known = [time for time in row.get("time_to_target_by_seed") or () if time is not None]
-        seeds = reach(known, seconds)
+        seeds = _over_seeds(row, "time_to_target", seconds)
         shown.append({"method": row["method"], "time": time, "seeds": seeds, "against": word})
-    figure = None
-    if evaluations:
-        caption = (
-            "Mean over seeds; the band reaches from the least to the greatest. Points: the first "
-            "evaluation at or below the target. "
-        ) + (_COMPOSED if evaluations[0].get("composed") else _WHOLE)
-        figure = Figure(caption, against_seconds(evaluations, target))
-    columns = "method | time to target = time | over seeds = seeds | against {name} = against"
-    name = baselines.against(baseline)
-    return Question(TITLE, answers, figure, table(shown, columns, name=name))
+    return Question(
+        "How long until the model reaches the baseline's loss?",
+        answers,
+        against_seconds(evaluations, target) if evaluations else None,
+        f"{_BAND} Points: the first evaluation at or below the target. "
+        + (_COMPOSED if evaluations and evaluations[0].get("composed") else _WHOLE),
+        table(
+            shown,
+            "method | time to target = time | over seeds = seeds | against {name} = against",
+            name=baselines.against(baseline),
+        ),
+    )
 
 
 def time_reached(row: Row) -> str:
@@ -132,16 +113,20 @@ def time_reached(row: Row) -> str:
     return seconds(time) if time else "before training"
 
 
+def _over_seeds(row: Row, key: str, form: Callable[[float], str]) -> str:
+    return reach([one for one in row.get(f"{key}_by_seed") or () if one is not None], form)
+
+
 def _target(summaries: Sequence[Row]) -> str:
     target, origin = summaries[0]["target"], summaries[0].get("target_from", "given")
     if target is None:
         return f"There is no target loss: it was to come from {origin}."
-    if " at " in origin:
-        return f"The target is a validation loss of {digits(target, 4)}: that of {origin}."
     whose = "as given" if origin == "given" else f"the last loss of {origin}, plus the tolerance"
-    met = [row for row in summaries if 0 in (row.get("time_to_target_by_seed") or ())]
-    untrained = ", which the untrained model meets, so times to it say nothing" if met else ""
-    return f"The target is a validation loss of {digits(target, 4)}: {whose}{untrained}."
+    if " at " in origin:
+        whose = f"that of {origin}"
+    elif any(0 in (row.get("time_to_target_by_seed") or ()) for row in summaries):
+        whose += ", which the untrained model meets, so times to it say nothing"
+    return f"The target is a validation loss of {digits(target, 4)}: {whose}."
 
 
 def _some(row: Row) -> str:
@@ -162,22 +147,18 @@ def _time_verdict(
     ours, its = (resolved[one["method"]] for one in (row, baseline))
     gap, timing = gain.known_to(ours, row["time_to_target"], its, baseline["time_to_target"])
     verdict = by_seeds(mine, theirs, gap + timing)
-    near = verdict is Verdict.NOISE and by_seeds(mine, theirs) is not Verdict.NOISE
-    why = f": evaluations are up to {seconds(gap)} apart" if near else ""
-    if near and timing:
-        why += f", and by the timed steps this difference is known to {seconds(timing)}"
     compared = faster(row["time_to_target"], baseline["time_to_target"])
-    told = f"reaches it {than(compared, str(baseline['method']))}"
-    if one_seed(row):
+    told = f"reaches it {than(compared, baseline['method'])}"
+    if one_seed(row) or verdict in (Verdict.LESS, Verdict.MORE):
         return compared, told
-    noise = f"reaches it in about the time of {baseline['method']}, within noise{why}"
-    return {
-        Verdict.LESS: (compared, told),
-        Verdict.MORE: (compared, told),
-        Verdict.NOISE: (verdict.value, noise),
-        Verdict.FEW: (f"{compared}, {verdict.value}", told + _FEW),
-        Verdict.UNKNOWN: (f"{compared}, {verdict.value}", told + _UNKNOWN),
-    }[verdict]
+    if verdict is not Verdict.NOISE:
+        return f"{compared}, {verdict.value}", told + _UNSURE[verdict]
+    told = f"reaches it in about the time of {baseline['method']}, within noise"
+    if by_seeds(mine, theirs) is not Verdict.NOISE:
+        told += f": evaluations are up to {seconds(gap)} apart"
+        if timing:
+            told += f", and by the timed steps this difference is known to {seconds(timing)}"
+    return verdict.value, told
 
 
 def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
@@ -192,17 +173,18 @@ def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Que
         word, clause = loss_verdict(row, baseline)
         if clause:
             answers.append(f"{row['method']} {clause}.")
-        known = [loss for loss in row.get("final_loss_by_seed") or () if loss is not None]
-        seeds = reach(known, lambda loss: digits(loss, 4))
+        seeds = _over_seeds(row, "final_loss", lambda loss: digits(loss, 4))
         shown.append({**row, "seeds": seeds, "against": word})
-    figure = None
-    if evaluations:
-        caption = "Mean over seeds; the band reaches from the least to the greatest."
-        figure = Figure(caption, _figure(evaluations, None, by_time=False))
+    baselines = Baselines.of_rows(evaluations)
+    drawn = [  # the others lie on a wide one
+        replace(line, wide=line.label == baselines.full) for line in curves(evaluations, "step")
+    ]
+    chart = Lines(drawn, "step", "validation loss, nats") if drawn else None
     metric = str(summaries[0].get("metric_name") or "metric") if summaries else ""
     columns = "method | last loss = final_loss | over seeds = seeds | against {full} = against | "
     columns += "{metric} = final_metric"
-    return Question(_LEARNED, answers, figure, table(shown, columns, full=full, metric=metric))
+    made = table(shown, columns, full=full, metric=metric)
+    return Question("Does compression change what is learned?", answers, chart, _BAND, made)
 
 
 def one_seed(row: Row) -> bool:
@@ -217,21 +199,138 @@ def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
     if baseline is None or row is baseline or not baseline["final_loss"]:
         return DASH, ""
     ratio = row["final_loss"] / baseline["final_loss"]
-    change = percent(ratio)
-    told = f"ends with a loss {change.lstrip('+-')} {'below' if ratio < 1 else 'above'} that of "
-    told = f"{told}{baseline['method']}"
+    change, side = percent(ratio), "below" if ratio < 1 else "above"
+    told = f"ends with a loss {change.lstrip('+-')} {side} that of {baseline['method']}"
     if change == "0.00 %":
         told = f"ends with the loss of {baseline['method']}, to 0.01 %"
+    if one_seed(row):
+        return change, told
     mine, theirs = paired((row, baseline), "final_loss")
     verdict = by_seeds(mine, theirs)
     if row["final_loss"] == baseline["final_loss"]:
         verdict = Verdict.NOISE
-    if one_seed(row):
-        return change, told
-    return {
-        Verdict.LESS: (f"{change}, lower", f"{told}, more than noise"),
-        Verdict.MORE: (f"{change}, higher", f"{told}, more than noise: it costs accuracy here"),
-        Verdict.NOISE: (f"{change}, {verdict.value}", f"{told}, which is within noise"),
-        Verdict.FEW: (f"{change}, {verdict.value}", told + _FEW),
-        Verdict.UNKNOWN: (f"{change}, {verdict.value}", told + _UNKNOWN),
-    }[verdict]
+    word, said = {
+        Verdict.LESS: ("lower", ", more than noise"),
+        Verdict.MORE: ("higher", ", more than noise: it costs accuracy here"),
+        Verdict.NOISE: (verdict.value, ", which is within noise"),
+    }.get(verdict) or (verdict.value, _UNSURE[verdict])
+    return f"{change}, {word}", told + said
+
+
+_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+
+Run = dict[int, list[Row]]  # a method's evaluations by seed, in the order of steps
+Targets = dict[int, dict[int, float]]  # by step, the reference's loss with each seed
+
+
+def at_targets(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Question | None:
+    """Of methods that train the model. None where the rows have no 16-bit baseline or no target."""
+    runs: dict[str, Run] = {}
+    for (method, seed), mine in grouped(evaluations, "method", "seed").items():
+        runs.setdefault(method, {})[seed] = sorted(mine, key=lambda row: int(row["step"]))
+    baselines = Baselines.of_rows(evaluations)
+    if not any(name in runs for name in baselines.sixteen_bits):
+        return None
+    reference = baselines.full if baselines.full in runs else next(iter(runs))
+    targets = _targets(runs[reference])
+    if not targets:
+        return None
+    whole = {name: mine for name, mine in runs.items() if mine.keys() >= runs[reference].keys()}
+    resolved = resolutions(summaries, evaluations, at_target=False)
+    by_target = [
+        judged({name: _times(mine, losses) for name, mine in whole.items()}, resolved)
+        for losses in targets.values()
+    ]
+    gains = {name: [at[name] for at in by_target] for name in whole}
+    answers = [
+        f"{name}: {_told(mine)}." for name, mine in gains.items() if name not in baselines.names
+    ]
+    missing = left_out(summaries, evaluations)
+    if missing is not None:
+        answers.append(
+            "Some of the runs' evaluations are not among these rows. So a time to one of these "
+            f"targets is known to {seconds(missing[0])} only, not to {seconds(missing[1])} as the "
+            "time to the run's own target, and more differences are within noise."
+        )
+    lacking = sorted(runs.keys() - whole)
+    answers += [f"{name} is not here: it lacks seeds of {reference}." for name in lacking]
+    headings = [
+        f"loss {digits(statistics.mean(losses.values()), 4)}, step {step}"
+        for step, losses in targets.items()
+    ]
+    drawn = series(
+        (name, "", step, gain.ratio)
+        for name, mine in gains.items()
+        for step, gain in zip(targets, mine, strict=True)
+    )
+    return Question(
+        "How much time does a method save, at which target?",
+        answers,
+        Lines(
+            [line for line in drawn if any(line.y)],
+            f"target: loss of {reference} at this step",
+            "utility",
+            (1.0, "best 16-bit baseline"),
+            log_y=True,
+        ),
+        f"The targets are the losses of {reference} at these steps, with each seed. Utility is the "
+        "time to a target of the best 16-bit baseline, divided by the method's: how many times "
+        "faster it is, if above 1. A line ends where a method does not reach the target.",
+        Table(
+            ["method", *headings],
+            [[name, *(gain.text for gain in mine)] for name, mine in gains.items()],
+        ),
+    )
+
+
+def _targets(reference: Run) -> Targets:
+    """Of different steps, without those where a seed's loss is not known."""
+    found: Targets = {}
+    for share in _SHARES:
+        at = {
+            seed: next(r for r in reversed(mine) if r["step"] <= max(share * last, mine[0]["step"]))
+            for seed, mine in reference.items()
+            for last in (mine[-1]["step"],)
+        }
+        step = max(row["step"] for row in at.values())
+        losses = {seed: row["loss"] for seed, row in at.items()}
+        if step > 0 and None not in losses.values():
+            found.setdefault(step, losses)
+    return found
+
+
+def _times(mine: Run, losses: Mapping[int, float]) -> list[float | None]:
+    """With each seed of the target, the time of the first evaluation that meets it."""
+    return [
+        next(
+            (r["seconds"] for r in mine[seed] if r["loss"] is not None and r["loss"] <= loss), None
+        )
+        for seed, loss in losses.items()
+    ]
+
+
+_WORDS = {
+    Standing.GAIN: ("saves time at", "faster"),
+    Standing.LOSS: ("costs time at", "slower"),
+    Standing.NOISE: ("is within noise at", ""),
+    Standing.UNJUDGED: ("is not judged, for want of seeds, at", ""),
+    Standing.NEVER: ("does not reach", ""),
+    Standing.ONLY: ("alone, without the 16-bit baselines, reaches", ""),
+    Standing.UNKNOWN: ("cannot be compared at", ""),
+}
+
+
+def _told(gains: Sequence[Gain]) -> str:
+    """Gains and losses of a method over the targets, in a clause."""
+    parts = []
+    for standing, (word, compared) in _WORDS.items():
+        ratios = [gain.ratio for gain in gains if gain.standing is standing]
+        if not ratios:
+            continue
+        part = f"{word} {len(ratios)} of {plural(len(gains), 'target')}"
+        if compared:
+            known = [max(ratio or 1.0, 1 / (ratio or 1.0)) for ratio in ratios]
+            low, high = digits(min(known)), digits(max(known))
+            part += f" ({low if low == high else f'{low} to {high}'} times {compared})"
+        parts.append(part)
+    return "; ".join(parts)

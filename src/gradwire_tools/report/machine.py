@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 from gradwire_tools.bench.interleaved import quartiles
 from gradwire_tools.bench.quantities import DASH, digits, network, plural, reach, seconds, short
-from gradwire_tools.report import svg
-from gradwire_tools.report.bars import Bar, bars
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.lines import Axes, Line, lines
-from gradwire_tools.report.parts import Figure, Question, Section, table
+from gradwire_tools.report.parts import (
+    COMPUTING,
+    Bar,
+    Bars,
+    Lines,
+    Question,
+    Section,
+    series,
+    table,
+)
+from gradwire_tools.report.rows import Row
 
 _PAYS = "Does compression pay here?"
 _VERDICT = "verdict"
-_LINKS = "How fast are the links?"
-_SENDS = "How long does a message take?"
-_KERNELS = "What do codecs cost on this machine?"
 _VALUES = (1e4, 1e5, 1e6, 1e7)
 
 
@@ -52,28 +55,29 @@ def _examination(rows: Sequence[Row]) -> Section:
 
 
 def _steps(rows: Sequence[Row], told: Sequence[str]) -> Question:
-    drawn, shown = [], []
+    drawn = []
     for row in rows:
         whole, exposed = row["step_seconds"], min(row["exposed_seconds"], row["step_seconds"])
-        turns = row["turn_seconds"]
-        drawn.append(Bar(row["method"], [whole - exposed, exposed], quartiles(turns)))
-        half = reach(quartiles(turns), seconds)
-        shown.append({**row, "middle half": half, "turns": len(turns)})
+        drawn.append(Bar(row["method"], [whole - exposed, exposed], quartiles(row["turn_seconds"])))
     first = rows[0]
     net = first["net"]
     where = "the network between torchrun's ranks" if net == "as it is" else network(net)
-    caption = (
+    return Question(
+        _PAYS,
+        told,
+        Bars(drawn, parts=COMPUTING),
         f"A step of {first['numel']:,} values on {first['ranks']} ranks, {where}. "
         "The median turn of the slowest rank; the spread is that of the middle half of "
-        f"{plural(len(first['turn_seconds']), 'turn')}."
+        f"{plural(len(first['turn_seconds']), 'turn')}.",
+        table(
+            rows,
+            "method | step = step_seconds | computing = compute_seconds | "
+            "exposed = exposed_seconds | alone = communication_seconds | "
+            "middle half = half | turns",
+            half=lambda row: reach(quartiles(row["turn_seconds"]), seconds),
+            turns=lambda row: len(row["turn_seconds"]),
+        ),
     )
-    parts_of = ("computing", "exposed communication")
-    figure = Figure(caption, bars(drawn, "per step", _PAYS, parts_of))
-    columns = (
-        "method | step = step_seconds | computing = compute_seconds | exposed = exposed_seconds | "
-        "alone = communication_seconds | middle half | turns"
-    )
-    return Question(_PAYS, told, figure, table(shown, columns))
 
 
 # ---- probe
@@ -98,15 +102,14 @@ def _pairs(pairs: Sequence[Row]) -> Question:
         f"The slowest is {slow['from']} to {slow['to']}: {_rate(slow)}. The longest latency is "
         f"{seconds(far['alpha'])}, {far['from']} to {far['to']}."
     )
-    shown = [
-        {
-            "ranks": f"{row['from']} to {row['to']}",
-            "latency": seconds(row["alpha"]),
-            "bandwidth": _rate(row),
-        }
-        for row in pairs
-    ]
-    return Question(_LINKS, [answer], table=table(shown, "ranks | latency | bandwidth"))
+    shown = table(
+        pairs,
+        "ranks = pair | latency | bandwidth = rate",
+        pair=lambda row: f"{row['from']} to {row['to']}",
+        latency=lambda row: seconds(row["alpha"]),
+        rate=_rate,
+    )
+    return Question("How fast are the links?", [answer], table=shown)
 
 
 def _rate(row: Row) -> str:
@@ -114,33 +117,39 @@ def _rate(row: Row) -> str:
 
 
 def _sends(sends: Sequence[Row]) -> Question:
+    drawn = series(("rank 0 to rank 1", "", row["bytes"], row["seconds"]) for row in sends)
     ordered = sorted(sends, key=lambda row: int(row["bytes"]))
-    sizes, took = ([row[key] for row in ordered] for key in ("bytes", "seconds"))
-    line = Line("rank 0 to rank 1", svg.Stroke("var(--g0)"), sizes, took)
-    axes = Axes("bytes of a message", "seconds", _SENDS, log_x=True, log_y=True)
-    figure = Figure("Medians of several messages.", lines([line], axes))
-    return Question(_SENDS, (), figure, table(ordered, "message = bytes | takes = seconds"))
+    return Question(
+        "How long does a message take?",
+        (),
+        Lines(drawn, "bytes of a message", "seconds", log_x=True, log_y=True),
+        "Medians of several messages.",
+        table(ordered, "message = bytes | takes = seconds"),
+    )
 
 
 def _kernels(curves: Sequence[Row]) -> Question:
-    strokes = svg.plain(row["codec"] for row in curves)
-    drawn = []
-    for row in curves:
-        if row["form"] in ("encode", "decode"):
-            stroke = strokes[row["codec"]]
-            stroke = stroke if row["form"] == "encode" else stroke.dashed
-            took = [row["call"] + values * row["value"] for values in _VALUES]
-            drawn.append(Line(f"{row['codec']}, {row['form']}", stroke, _VALUES, took))
-    axes = Axes("values of fp32", "seconds", _KERNELS, log_x=True, log_y=True)
-    figure = Figure("Solid: encode; dashed: decode.", lines(drawn, axes)) if drawn else None
-    shown = [
-        {
-            **row,
-            "per call": seconds(row["call"]),
-            "per value": f"{digits(1e9 * row['value'])} ns",
-            "per value of a payload": f"{digits(1e9 * row['payload'])} ns",
-        }
-        for row in curves
-    ]
-    columns = "codec | form | per call | per value | per value of a payload"
-    return Question(_KERNELS, (), figure, table(shown, columns))
+    drawn = series(
+        (
+            (row["codec"], row["form"], values, row["call"] + values * row["value"])
+            for row in curves
+            for values in _VALUES
+            if row["form"] in ("encode", "decode")
+        ),
+        solid="encode",
+    )
+    return Question(
+        "What do codecs cost on this machine?",
+        (),
+        Lines(drawn, "values of fp32", "seconds", log_x=True, log_y=True) if drawn else None,
+        "Solid: encode; dashed: decode.",
+        table(
+            curves,
+            "codec | form | per call | per value | per value of a payload = coded",
+            **{
+                "per call": lambda row: seconds(row["call"]),
+                "per value": lambda row: f"{digits(1e9 * row['value'])} ns",
+                "coded": lambda row: f"{digits(1e9 * row['payload'])} ns",
+            },
+        ),
+    )

@@ -7,33 +7,119 @@ in it runs.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.quantities import digits, network, plural, spelled
-from gradwire_tools.report import (
-    adapting,
-    costs,
-    errors,
-    gains,
-    learning,
-    machine,
-    origin,
-    planning,
-    simulation,
-    svg,
-    training,
-)
-from gradwire_tools.report.kinds import Row, check
+from gradwire_tools.bench.quantities import DASH, digits, network, plural, spelled
+from gradwire_tools.report import costs, errors, machine, predictions, training
 from gradwire_tools.report.parts import Question, Section, Table
-from gradwire_tools.report.rows import grouped, read, sort, split
+from gradwire_tools.report.rows import Row, check, grouped, read, sort
 
 TITLE = "gradwire benchmark report"
 
 Make = Callable[[Sequence[Row]], list[Section]]
+
+
+def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
+    """Reads rows from `files` (a JSON object per line) and writes the page.
+
+    Raises:
+        ConfigError: a file cannot be read, holds no rows, or a line of it is no row, as the message
+            says; the page cannot be written; or a package is not installed.
+    """
+    check_packages()
+    _write(page, _render([row for file in files for row in read(file)], title))
+
+
+def picture(files: Iterable[Path], file: Path) -> None:
+    """Writes one chart alone, as an SVG for a page of one's own: that of `training.picture`.
+
+    Raises:
+        ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
+    """
+    check_packages()
+    from gradwire_tools.report import draw
+
+    rows = sort([row for one in files for row in read(one)])["bench train"]
+    _write(file, draw.alone(*training.picture(rows)))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def render(rows: Sequence[Row], title: str = TITLE) -> str:
+    """The page as HTML.
+
+    Raises:
+        ConfigError: a row is not as its kind is, or a package is not installed.
+    """
+    check_packages()
+    for place, row in enumerate(rows, start=1):
+        check(row, f"row {place}")
+    return _render(rows, title)
+
+
+def _render(rows: Sequence[Row], title: str) -> str:
+    import jinja2
+
+    from gradwire_tools.report import draw
+
+    template = resources.files("gradwire_tools.report").joinpath("page.html.j2").read_text("utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    number = itertools.count(1)
+    return environment.from_string(template).render(
+        title=title,
+        results=results(rows),
+        sections=sections(rows),
+        rows=plural(len(rows), "row"),
+        style=draw.STYLE,
+        drawn=lambda chart, told: draw.svg(chart, told, f"figure {next(number)}"),
+    )
+
+
+def check_packages() -> None:
+    """Whether a report can be made: before minutes of measuring, not after.
+
+    Raises:
+        ConfigError: jinja2 or matplotlib is not installed.
+    """
+    for name in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f'the report needs {name}, which is not installed: pip install "gradwire[report]"'
+            )
+
+
+def results(rows: Sequence[Row]) -> list[str]:
+    """What stands first on the page: the result of a training."""
+    return training.headline(sort(rows)["bench train"])
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """The kinds of rows in a fixed order, each row in exactly one section, then what was run.
+
+    The rows have been checked.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+    if not rows:
+        raise ConfigError("there are no rows to report on")
+    by_kind = sort(rows)
+    made = [make(by_kind[kind]) for kind, make in _MAKERS.items() if by_kind[kind]]
+    return [*itertools.chain(*made), _what_was_run(rows)]
 
 
 def _per(keys: str, section: Callable[[Sequence[Row]], Section]) -> Make:
@@ -65,18 +151,18 @@ def _plain(value: object) -> str:
 
 _MAKERS: dict[str, Make] = {
     "bench train": training.sections,
-    "decisions": _per("task net ranks", planning.decisions),
-    "bench adapt": _per("task error_metric run", adapting.policies),
+    "decisions": _per("task net ranks", predictions.decisions),
+    "bench adapt": _per("task error_metric run", errors.policies),
     "probe": _per("ranks net run", machine.probe),
-    "bench planner": _per("ranks run", planning.choices),
-    "bench ablation": _per("model numel net run", planning.ablation),
+    "bench planner": _per("ranks run", predictions.choices),
+    "bench ablation": _per("model numel net run", predictions.ablation),
     "bench error": errors.sections,
     "bench aggregators": _per("task ranks numel", costs.aggregators),
     "bench collectives": _per("ranks per_node net numel", costs.collectives),
     "bench kernels": costs.kernels,
-    "sim": simulation.collectives,
-    "sim --sharded": _per("model machine", simulation.sharded),
-    "sim --validate": simulation.validation,
+    "sim": predictions.simulated,
+    "sim --sharded": _per("model machine", predictions.sharded),
+    "sim --validate": predictions.validation,
     "bench transports": costs.transports,
     "bench profile": _per("method net ranks numel", costs.profile),
     "doctor": machine.doctor,
@@ -84,107 +170,69 @@ _MAKERS: dict[str, Make] = {
 }
 
 
-def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
-    """Reads rows from `files` (a JSON object per line) and writes the page.
+# ---- what was run
 
-    Raises:
-        ConfigError: a file cannot be read, holds no rows, or a line of it is no row, as the message
-            says; the page cannot be written; or jinja2 is not installed.
-    """
-    check_packages()
-    _write(page, _render([row for file in files for row in read(file)], title))
+_SHARED = ("commit", "gradwire", "machine", "torch", "Python")  # may be told once for all runs
+_NAMES = {
+    "command": "command", "note": "note", **{name.lower(): name for name in _SHARED},
+    "net": "network", "load": "load before", "date": "date", "rows": "rows",
+}  # fmt: skip
 
 
-def picture(files: Iterable[Path], file: Path) -> None:
-    """Writes one figure alone, as an SVG for a page of one's own: loss against training time, or
-    of a training on several networks the map of gains.
-
-    Raises:
-        ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
-    """
-    rows = sort([row for one in files for row in read(one)])["bench train"]
-    rows = [row for row in rows if row["row"] != "validation"]
-    several = gains.picture(rows)
-    if several is not None:
-        _write(file, svg.alone(*several))
-        return
-    of_run = ("parameters", "task_options", "sharded", "composed", "run")
-    groups = grouped(rows, "task", "net", "ranks", *of_run)
-    runs = {key: mine for key, mine in groups.items() if split(mine)[1]}
-    if len(runs) != 1:
-        raise ConfigError(
-            "--svg draws the evaluations of one `gradwire bench train`; these files have "
-            f"{len(runs)} such runs"
+def _what_was_run(rows: Sequence[Row]) -> Section:
+    """What all runs have in common, what each run was, and how many rows tell of none."""
+    telling = [row for row in rows if isinstance(row.get("run"), dict)]
+    runs: dict[str, list[Row]] = {}
+    for row in telling:
+        runs.setdefault(json.dumps(row["run"], sort_keys=True), []).append(row)
+    silent = len(rows) - len(telling)
+    about = []
+    if silent:
+        about.append(
+            f"{plural(silent, 'row')} of {len(rows)} {'is' if silent == 1 else 'are'} without "
+            "command, commit and machine: from files written before gradwire recorded these, from "
+            "checks of `gradwire doctor` that measure nothing, or from something else."
         )
-    ((task, net, ranks, *_), mine), *_ = runs.items()
-    summaries, evaluations = split(mine)
-    drawn = learning.against_seconds(evaluations, summaries[0]["target"] if summaries else None)
-    _write(file, svg.alone(drawn, f"{task}, {ranks} ranks, {network(net)}"))
-
-
-def render(rows: Sequence[Row], title: str = TITLE) -> str:
-    """The page as HTML.
-
-    Raises:
-        ConfigError: a row is not as its kind is, or jinja2 is not installed.
-    """
-    check_packages()
-    for place, row in enumerate(rows, start=1):
-        check(row, f"row {place}")
-    return _render(rows, title)
-
-
-def _render(rows: Sequence[Row], title: str) -> str:
-    import jinja2
-
-    package = resources.files("gradwire_tools.report")
-    template = package.joinpath("page.html.j2").read_text("utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(template).render(
-        title=title,
-        results=results(rows),
-        sections=sections(rows),
-        rows=plural(len(rows), "row"),
-        style=svg.STYLE,
-    )
-
-
-def check_packages() -> None:
-    """Whether a report can be made: before minutes of measuring, not after.
-
-    Raises:
-        ConfigError: jinja2 is not installed.
-    """
-    if importlib.util.find_spec("jinja2") is None:
-        raise ConfigError(
-            'the report needs jinja2, which is not installed: pip install "gradwire[report]"'
+    loaded = [mine[0]["run"] for mine in runs.values() if _overloaded(mine[0]["run"])]
+    if loaded:
+        most = max(loaded, key=lambda run: float(run["load"]))
+        about.append(
+            f"Before {len(loaded)} of {plural(len(runs), 'run')}, more processes ran or waited "
+            f"than the machine has cores (a load of {most['load']} on {_cores(most)}): the times "
+            f"of {'this run' if len(loaded) == 1 else 'these runs'} may be those of a busy machine."
         )
+    each = {name: [_said(mine, key) for mine in runs.values()] for key, name in _NAMES.items()}
+    if not any("note" in row["run"] for row in telling):
+        del each["note"]
+    common = {name: told[0] for name, told in each.items() if len(set(told)) == 1}
+    if len(runs) > 1:
+        common = {name: told for name, told in common.items() if name in _SHARED}
+    own = {name: told for name, told in each.items() if name not in common}
+    tables = [Table((), list(common.items()))] if common else []
+    if own:
+        tables.append(Table(list(own), list(zip(*own.values(), strict=True))))
+    return Section("What was run", about, [Question("", table=table) for table in tables if runs])
 
 
-def sections(rows: Sequence[Row]) -> list[Section]:
-    """The kinds of rows in a fixed order, each row in exactly one section, then what was run.
-
-    The rows have been checked.
-
-    Raises:
-        ConfigError: there are no rows.
-    """
-    if not rows:
-        raise ConfigError("there are no rows to report on")
-    by_kind = sort(rows)
-    made = [make(by_kind[kind]) for kind, make in _MAKERS.items() if by_kind[kind]]
-    return [*(section for some in made for section in some), origin.section(rows)]
+def _cores(run: dict[str, Any]) -> int | None:
+    """Of the machine, where its description has them."""
+    found = re.search(r"\b(\d{1,6}) cores?\b", str(run.get("machine")))
+    return int(found[1]) if found else None
 
 
-def results(rows: Sequence[Row]) -> list[str]:
-    """What stands first on the page: the result of a training."""
-    return training.headline(sort(rows)["bench train"])
+def _overloaded(run: dict[str, Any]) -> bool:
+    cores, load = _cores(run), run.get("load")
+    return cores is not None and load is not None and float(load) > cores
 
 
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+def _said(rows: Sequence[Row], key: str) -> str:
+    """A cell on the run of these rows."""
+    run = rows[0]["run"]
+    if key == "net":
+        nets = dict.fromkeys(str(row["net"]) for row in rows if "net" in row)
+        return "; ".join(map(network, nets)) or DASH
+    if key == "rows":
+        return f"{len(rows):,}"
+    if key == "commit" and run.get(key, "") is None:
+        return "not in a git checkout"
+    return "not recorded" if run.get(key) is None else str(run[key])

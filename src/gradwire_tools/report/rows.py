@@ -8,10 +8,32 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gradwire.errors import ConfigError
-from gradwire_tools.report.kinds import KINDS, Row, check, kind_of
+from gradwire_tools.bench import rows as shapes
+from gradwire_tools.bench.micro import aggregators, kernels, profile
+from gradwire_tools.bench.network import collectives, network, probe, transports
+from gradwire_tools.bench.paper import ablation, adapt, error, planner_grid, validate
+from gradwire_tools.bench.rows import Row as Row
+from gradwire_tools.bench.rows import RowKind
+from gradwire_tools.bench.train import rows as train
+from gradwire_tools.predict import simulate, simulate_sharded
 
+_WRITERS: tuple[Any, ...] = (
+    train, adapt, planner_grid, ablation, error, aggregators, validate, simulate_sharded,
+    simulate, collectives, kernels, profile, transports, probe, network,
+)  # fmt: skip
+KINDS: list[RowKind] = [kind for writer in _WRITERS for kind in writer.KINDS]  # the first counts
 LINE_BYTES = 16 << 20  # more are no row
 _DEPTH = 50  # of arrays and objects in each other
+
+
+def kind_of(row: Row) -> RowKind | None:
+    """The kind of a row; None if it is of none."""
+    return next((kind for kind in KINDS if kind.has(row)), None)
+
+
+def check(row: Row, where: str) -> None:
+    """As `bench.rows.check`, of the kind that the row is of."""
+    shapes.check(row, kind_of(row), where)
 
 
 def read(file: Path) -> list[Row]:

@@ -18,13 +18,10 @@ from gradwire_tools.bench.quantities import (
     than,
 )
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report.bars import Bar, bars
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.noise import Verdict, by_spreads, spread_of
-from gradwire_tools.report.parts import Figure, Question, table
+from gradwire_tools.report.gain import Verdict, by_spreads
+from gradwire_tools.report.parts import COMPUTING, Bar, Bars, Question, table
+from gradwire_tools.report.rows import Row
 
-_TIME = "How long does a step take, and where does it go?"
-_BYTES = "How many bytes are sent?"
 _UNKNOWN = "not known"
 
 
@@ -40,10 +37,9 @@ def times(summaries: Sequence[Row]) -> Question:
         exposed = None
         if whole is not None and computing is not None:
             exposed = max(0.0, whole - computing)
-        middle = spread_of(row, "step_seconds_quartiles")
         if whole is not None:
             parts = [whole] if exposed is None else [whole - exposed, exposed]
-            drawn.append(Bar(row["method"], parts, middle))
+            drawn.append(Bar(row["method"], parts, row.get("step_seconds_quartiles")))
         told, cell = _against(row, baseline)
         if told and row["method"] != baselines.full:
             answers.append(f"A step of {row['method']} is {told}.")
@@ -52,34 +48,40 @@ def times(summaries: Sequence[Row]) -> Question:
                 f"{row['method']} spends {seconds(kernels)} of a step in its kernels, "
                 f"{percent_of(kernels / whole)} of the step's time."
             )
-        shown.append({
-            **row, "half": reach(middle or (), seconds, "not recorded"), "against": cell,
-            "exposed": seconds(exposed), "kernels": _known(kernels), "wire": _wire(row),
-            "waiting": _known(row.get("exposed_seconds")),
-        })  # fmt: skip
+        shown.append({**row, "against": cell, "exposed": seconds(exposed)})
     spent.append(
         "Parts overlap and do not add up. Kernels are encoding, merging and decoding together, "
         "with checksums; no benchmark times encoding and decoding apart. The wire is what the "
         "bytes take at the network's rate, by calculation; all else is measured."
     )
-    caption = (
+    return Question(
+        "How long does a step take, and where does it go?",
+        [*answers, *spent],
+        Bars(drawn, parts=COMPUTING) if drawn else None,
         "Median step of rank 0. Computing is a step without communication, measured at the end of "
         "the same run; the rest is communication that computing does not hide. "
-        "The spread is that of the middle half of the steps."
+        "The spread is that of the middle half of the steps.",
+        table(
+            shown,
+            "method | step = step_seconds | middle half = half | computing = ideal_step_seconds | "
+            "exposed | waiting after backward = waiting | kernels | wire at full rate = wire | "
+            "against {name} = against",
+            name=baselines.against(baseline),
+            half=lambda row: middle_half(row, "step_seconds_quartiles"),
+            waiting=lambda row: _known(row, "exposed_seconds"),
+            kernels=lambda row: _known(row, "kernel_seconds"),
+            wire=_wire,
+        ),
     )
-    names = ("computing", "exposed communication")
-    figure = Figure(caption, bars(drawn, "per step", _TIME, names)) if drawn else None
-    columns = (
-        "method | step = step_seconds | middle half = half | computing = ideal_step_seconds | "
-        "exposed | waiting after backward = waiting | kernels | wire at full rate = wire | "
-        "against {name} = against"
-    )
-    name = baselines.against(baseline)
-    return Question(_TIME, [*answers, *spent], figure, table(shown, columns, name=name))
 
 
-def _known(value: float | None) -> str:
-    return _UNKNOWN if value is None else seconds(value)
+def middle_half(row: Row, key: str) -> str:
+    """The bounds of the middle half, where the row has them."""
+    return reach(row.get(key) or (), seconds, "not recorded")
+
+
+def _known(row: Row, key: str) -> str:
+    return _UNKNOWN if row.get(key) is None else seconds(row[key])
 
 
 def _wire(row: Row) -> str:
@@ -95,11 +97,12 @@ def _against(row: Row, baseline: Row | None) -> tuple[str, str]:
         return "", DASH
     if not baseline["step_seconds"] or row["step_seconds"] is None:
         return "", DASH
+    key = "step_seconds_quartiles"
     compared = faster(row["step_seconds"], baseline["step_seconds"])
     told = than(compared, f"one of {baseline['method']}")
     near = f"about as fast as one of {baseline['method']}: the middle halves of the steps overlap"
     unknown = f"{told}; the spread of the steps is not recorded, so this is not judged"
-    verdict = by_spreads(*(spread_of(one, "step_seconds_quartiles") for one in (row, baseline)))
+    verdict = by_spreads(row.get(key), baseline.get(key))
     return {
         Verdict.LESS: (told, compared),
         Verdict.MORE: (f"{told}: it does not pay here", compared),
@@ -116,8 +119,6 @@ def sent(summaries: Sequence[Row]) -> Question:
     base = None if baseline is None else per_step(baseline, "wire_bytes")
     drawn, shown, answers = [], [], []
     for row in summaries:
-        keys = ("wire_bytes", "link_bytes", "weights_wire_bytes", "gradients_wire_bytes")
-        by_step = {f"{key} per step": size(per_step(row, key)) for key in keys}
         mine, against = per_step(row, "wire_bytes"), DASH
         if mine is not None:
             drawn.append(Bar(row["method"], [mine]))
@@ -125,22 +126,27 @@ def sent(summaries: Sequence[Row]) -> Question:
             against, word = _fewer(mine / base)
             if row["method"] != baselines.full:
                 answers.append(f"{row['method']} sends {against} bytes {word} {name}.")
-        shown.append({**row, **by_step, "against": against})
+        shown.append({**row, "against": against})
     sharded = any("weights_wire_bytes" in row for row in summaries)
-    caption = (
+    by_kind = "weights, per step = weights | gradients, per step = gradients | " if sharded else ""
+    return Question(
+        "How many bytes are sent?",
+        answers,
+        Bars(drawn, "per rank and step", sizes=True) if drawn else None,
         "Sent by rank 0: torch's methods by formula, gradwire as counted, headers included. The "
         "link is what the network interface counted, TCP and IP included. Memory is what a method "
-        f"holds beyond plain {'FSDP2' if sharded else 'DDP'}, where it counts it."
+        f"holds beyond plain {'FSDP2' if sharded else 'DDP'}, where it counts it.",
+        table(
+            shown,
+            f"method | per step = sent | against {{name}} = against | {by_kind}"
+            "on the link, per step = link | in all = wire_bytes | memory = peak_extra_bytes",
+            name=name,
+            sent=lambda row: size(per_step(row, "wire_bytes")),
+            weights=lambda row: size(per_step(row, "weights_wire_bytes")),
+            gradients=lambda row: size(per_step(row, "gradients_wire_bytes")),
+            link=lambda row: size(per_step(row, "link_bytes")),
+        ),
     )
-    axis = "per rank and step"
-    figure = Figure(caption, bars(drawn, axis, _BYTES, sizes=True)) if drawn else None
-    columns = "method | per step = wire_bytes per step | against {name} = against | "
-    if sharded:
-        columns += "weights, per step = weights_wire_bytes per step | "
-        columns += "gradients, per step = gradients_wire_bytes per step | "
-    columns += "on the link, per step = link_bytes per step | in all = wire_bytes | "
-    columns += "memory = peak_extra_bytes"
-    return Question(_BYTES, answers, figure, table(shown, columns, name=name))
 
 
 def _fewer(ratio: float) -> tuple[str, str]:

@@ -1,36 +1,67 @@
-"""The report on `bench train`: questions for each task, network and number of ranks.
+"""The report on `bench train`: questions for each task, network and number of ranks, and over
+networks the gain over 16 bit, as a map methods x networks.
 
 Times are compared with torch's fp16 hook, under FSDP2 with the best of its 16-bit methods, and
-losses with fp32, as docs/reference/benchmarks.md argues; `noise` says which differences count.
+losses with fp32, as docs/reference/benchmarks.md argues; `gain` says which differences count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from gradwire.errors import ConfigError
 from gradwire_tools.bench import lengths
-from gradwire_tools.bench.quantities import faster, network, percent, plural, than
+from gradwire_tools.bench.quantities import DASH, faster, network, percent, plural, rate, than
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report import gain, gains, learning, origin, steps, utility
-from gradwire_tools.report.kinds import Row
-from gradwire_tools.report.parts import Question, Section, table
-from gradwire_tools.report.rows import grouped, split
+from gradwire_tools.report import gain, learning, steps
+from gradwire_tools.report.gain import Gain, Standing
+from gradwire_tools.report.parts import Chart, Question, Section, Table, Tiles, table
+from gradwire_tools.report.rows import Row, grouped, run_of, split
 
-_COMPOSED = "Are composed times those of whole runs?"
 _LARGE = 0.1  # error of a composed time
+_COLUMNS = 5  # of a map
+_MODEL = ("task", "ranks", "parameters", "task_options")
+
+Runs = Sequence[Sequence[Row]]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per run, task, network, number of ranks and model, composed rows by themselves;
-    maps of gains over networks; and composed against whole runs."""
+    """A map of gains per training that ran on two networks or more; one section per run, task,
+    network, number of ranks and model, composed rows by themselves; and composed against whole
+    runs."""
     whole = [row for row in rows if row["row"] != "validation"]
     compared = [row for row in rows if row["row"] == "validation"]
-    of_model = ("parameters", "task_options")
-    keys = ("task", "net", "ranks", *of_model, "sharded", "accumulate", "composed", "run")
-    made = [*gains.sections(whole)]
-    made += [_section(mine, whole) for mine in grouped(whole, *keys).values()]
-    found = grouped(compared, "task", "ranks", *of_model, "run")
-    return made + [_composed(mine, compared) for mine in found.values()]
+    runs = grouped(whole, *_MODEL, "net", "sharded", "accumulate", "composed", "run").values()
+    return [
+        *(_gains(runs, whole) for runs in _trainings(whole)),
+        *(_section(mine, whole) for mine in runs),
+        *(_composed(mine, compared) for mine in grouped(compared, *_MODEL, "run").values()),
+    ]
+
+
+def picture(rows: Sequence[Row]) -> tuple[Chart, str]:
+    """The map of a training on several networks, else loss against the time of one run; and its
+    heading.
+
+    Raises:
+        ConfigError: the rows are not those of one `gradwire bench train`.
+    """
+    rows = [row for row in rows if row["row"] != "validation"]
+    trainings = _trainings(rows)
+    if len(trainings) == 1 and sum(map(len, trainings[0])) == len(rows):
+        task, ranks = (rows[0][key] for key in ("task", "ranks"))
+        return _map(trainings[0]), f"{task}, {ranks} ranks: gain over 16 bit"
+    groups = grouped(rows, *_MODEL, "net", "sharded", "composed", "run").values()
+    runs = [mine for mine in groups if split(mine)[1]]
+    if len(runs) != 1:
+        raise ConfigError(
+            "--svg draws the evaluations of one `gradwire bench train`; these files have "
+            f"{len(runs)} such runs"
+        )
+    summaries, evaluations = split(runs[0])
+    first = evaluations[0]
+    chart = learning.against_seconds(evaluations, summaries[0]["target"] if summaries else None)
+    return chart, f"{first['task']}, {first['ranks']} ranks, {network(first['net'])}"
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -49,10 +80,9 @@ def headline(rows: Sequence[Row]) -> list[str]:
     standing = gain.of_summaries(summaries, evaluations)[best["method"]].standing
     if standing is gain.Standing.NOISE:
         return [f"{best['method']} trains to the same loss in the time of {bar['method']}{where}."]
-    others = [bar, *(row for row in reached if row["method"] == baselines.full)]
     told = ", and ".join(
-        than(faster(best["time_to_target"], row["time_to_target"]), str(row["method"]))
-        for row in others
+        than(faster(best["time_to_target"], row["time_to_target"]), row["method"])
+        for row in [bar, *(row for row in reached if row["method"] == baselines.full)]
     )
     return [f"{best['method']} trains to the same loss {told}{where}."]
 
@@ -68,9 +98,15 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         about += f"; {plural(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"
     told = [about + "; every method had the same initial weights and the same batches."]
     if first.get("sharded"):
-        told.append(_under_fsdp2(first))
-    told += origin.told(rows, among)
-    told += lengths.told(summaries)
+        policy = f"; every method has the policy {first['policy']}" if first.get("policy") else ""
+        batches = first.get("accumulate", 1)
+        told.append(
+            "Under FSDP2: weights are gathered, gradients are reduce-scattered"
+            + policy
+            + (f"; a step has {batches} micro-batches" if batches > 1 else "")
+            + ". The baseline for time is the best of torch's 16-bit methods."
+        )
+    told += _of_run(rows, among) + lengths.told(summaries)
     if len(seeds) == 1 or any(map(learning.one_seed, summaries)):
         told.append(
             "With one seed, the spread over seeds is unknown: differences in loss and in time to "
@@ -89,25 +125,16 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         for method in sorted(timing_only)
     ]
     trained = [row for row in evaluations if row["method"] not in timing_only]
-    at_targets = utility.question(trained, summaries)
-    questions: list[Question] = [
+    questions = [
         learning.time_to_loss(trained, summaries),
-        *([at_targets] if at_targets is not None else []),
+        learning.at_targets(trained, summaries),
         learning.what_is_learned(trained, summaries),
+        *([steps.times(summaries), steps.sent(summaries)] if summaries else []),
     ]
-    if summaries:
-        questions += [steps.times(summaries), steps.sent(summaries)]
     title = f"Training {first['task']}, {first['ranks']} ranks"
-    return Section(title + (", sharded" if first.get("sharded") else ""), told, questions)
-
-
-def _under_fsdp2(row: Row) -> str:
-    told = "Under FSDP2: weights are gathered, gradients are reduce-scattered"
-    if row.get("policy"):
-        told += f"; every method has the policy {row['policy']}"
-    if row.get("accumulate", 1) > 1:
-        told += f"; a step has {row['accumulate']} micro-batches"
-    return f"{told}. The baseline for time is the best of torch's 16-bit methods."
+    return Section(
+        title + (", sharded" if first.get("sharded") else ""), told, list(filter(None, questions))
+    )
 
 
 def _composed(rows: Sequence[Row], among: Sequence[Row]) -> Section:
@@ -122,21 +149,134 @@ def _composed(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         for error, row in errors
         if abs(error) > _LARGE
     ]
-    columns = (
+    shown = table(
+        rows,
         "method | network = net | steps | composed = composed_seconds | "
-        "whole run = whole_seconds | error | to target, composed = composed_time_to_target | "
+        "whole run = whole_seconds | error = off | to target, composed = composed_time_to_target | "
         "to target, whole = whole_time_to_target | last loss, composed = composed_final_loss | "
-        "whole = whole_final_loss"
+        "whole = whole_final_loss",
+        off=lambda row: None if row["error"] is None else percent(1 + row["error"]),
     )
-    shown = [
-        {**row, "error": None if row["error"] is None else percent(1 + row["error"])}
-        for row in rows
-    ]
-    first = rows[0]
     about = (
         "A composed time lacks the start of a run: connections, and compilation of kernels. "
         "Each pair is one run of each, so errors include the noise of both."
     )
-    title = f"Composed runs of {first['task']}, {first['ranks']} ranks, against whole runs"
-    question = Question(_COMPOSED, answers, table=table(shown, columns))
-    return Section(title, [about, *origin.told(rows, among)], [question])
+    title = f"Composed runs of {rows[0]['task']}, {rows[0]['ranks']} ranks, against whole runs"
+    question = Question("Are composed times those of whole runs?", answers, table=shown)
+    return Section(title, [about, *_of_run(rows, among)], [question])
+
+
+def _of_run(rows: Sequence[Row], among: Sequence[Row]) -> list[str]:
+    """A sentence on the run of `rows`, where `among` has more than one run and they are of one."""
+    run = rows[0].get("run")
+    if len(grouped(rows, "run")) > 1 or len(grouped(among, "run")) < 2 or not isinstance(run, dict):
+        return []
+    commit = run.get("commit") or "no git checkout"
+    return [f"Rows of one run alone, of {run.get('date')}, at {commit}: {run.get('command')}"]
+
+
+# ---- gains over networks
+
+
+def _trainings(rows: Sequence[Row]) -> list[Runs]:
+    """The runs of each training on two networks or more, from the slowest network on."""
+    return [
+        sorted(runs, key=lambda run: rate(run[0]["net"]))
+        for same in grouped(rows, *_MODEL, "sharded", "accumulate").values()
+        for runs in _columns(same)
+        if len({run[0]["net"] for run in runs}) > 1
+    ]
+
+
+def _columns(rows: Sequence[Row]) -> list[list[list[Row]]]:
+    """The columns of each map: rows of one run on one network. Runs on different networks share a
+    map; where two were on the same network, each run has its own."""
+    columns = [mine for mine in grouped(rows, "net", "composed", "run").values() if split(mine)[0]]
+    places = {(mine[0]["net"], mine[0].get("composed")) for mine in columns}
+    if len(places) == len(columns):
+        return [columns]
+    runs: dict[object, list[list[Row]]] = {}
+    for mine in columns:
+        runs.setdefault(run_of(mine[0]), []).append(mine)
+    return list(runs.values())
+
+
+def _map(runs: Runs) -> Tiles:
+    gains = [gain.of_summaries(*split(run)) for run in runs]
+    methods = dict.fromkeys(name for of_net in gains for name in of_net)
+    columns = [_name(run[0], runs) for run in runs]
+    return Tiles(columns, [(name, [of_net.get(name) for of_net in gains]) for name in methods])
+
+
+def _gains(runs: Runs, among: Sequence[Row]) -> Section:
+    whole = _map(runs)
+    questions = []
+    for at in range(0, len(runs), _COLUMNS):
+        part = slice(at, at + _COLUMNS)
+        rows = [(method, gains[part]) for method, gains in whole.rows]
+        chart = Tiles(whole.columns[part], rows)
+        answers = [
+            _answer(name, {method: one for method, gains in rows if (one := gains[place])})
+            for place, name in enumerate(chart.columns)
+        ]
+        questions.append(
+            Question("Where does compression pay, and where does it not?", answers, chart, _CAPTION)
+        )
+    cells = [
+        [method, *(DASH if gain is None else gain.text for gain in gains)]
+        for method, gains in whole.rows
+    ]
+    shown = Table(["method", *whole.columns], cells)
+    first = runs[0][0]
+    under = ", sharded" if first.get("sharded") else ""
+    title = f"Training {first['task']}, {first['ranks']} ranks{under}: gain over 16 bit by network"
+    about = (
+        "Gain is the time to the target loss of the best 16-bit baseline on the same network, "
+        "divided by the method's."
+    )
+    told = _of_run([row for run in runs for row in run], among)
+    questions.append(Question("The same as a table", table=shown))
+    return Section(title, [about, *told], questions)
+
+
+_CAPTION = (
+    "Time to the target of the best 16-bit baseline / time of the method: ▲ above 1 it saves time, "
+    "▼ below 1 it costs time. never: the target is not reached with every seed. Only differences "
+    "that are more than noise have a colour; a loss is as strong as a gain of the same factor."
+)
+
+
+def _name(row: Row, runs: Sequence[Sequence[Row]]) -> str:
+    """A network, with how it was measured where the rows have both."""
+    told = network(row["net"])
+    both = len({run[0].get("composed") for run in runs if run[0]["net"] == row["net"]}) > 1
+    if both:
+        told += ", composed" if row.get("composed") else ", whole"
+    return told
+
+
+def _answer(name: str, gains: Mapping[str, Gain]) -> str:
+    """Which methods lose on a network, and which gain."""
+    bar = next((n for n, one in gains.items() if one.standing is Standing.BAR), None)
+    baselines = Baselines.among(gains).names
+    parts = []
+    for standing, word in _CLAUSES.items():
+        mine = [n for n, one in gains.items() if one.standing is standing and n not in baselines]
+        if standing in (Standing.GAIN, Standing.LOSS):
+            mine = [f"{n} ({gains[n].text})" for n in mine]
+        if mine:
+            parts.append(f"{word}: {', '.join(mine)}")
+    against = f"against {bar}" if bar else "no 16-bit baseline reached the target"
+    what = "; ".join(parts) or f"no method but {plural(len(gains), 'baseline')}"
+    return f"{name}, {against}: {what}."
+
+
+_CLAUSES = {
+    Standing.LOSS: "cost time",
+    Standing.NEVER: "do not reach the target",
+    Standing.NOISE: "within noise",
+    Standing.UNJUDGED: "not judged, for want of seeds",
+    Standing.GAIN: "save time",
+    Standing.ONLY: "reach the target, unlike 16 bit",
+    Standing.UNKNOWN: "not known",
+}

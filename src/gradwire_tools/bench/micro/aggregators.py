@@ -39,8 +39,21 @@ from gradwire.lang import lowrank
 from gradwire_tools.bench import tasks, workers
 from gradwire_tools.bench.network.world import several
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods as method_table
 from gradwire_tools.lab import Network
+
+KINDS = (
+    row_kind(
+        "bench aggregators",
+        "method ms_per_million",
+        "method:text task:text ranks:positive numel:positive seconds:number ms_per_million:number "
+        "limit_seconds:amount of_limit:number? orthogonal_share:amount? rounds:count "
+        "wire_bytes:amount state_bytes:amount wall_seconds:amount peak_extra_bytes:amount?",
+        "parameters:count state_bytes_per_value:amount",
+    ),
+)
+
 
 _WORKER = "gradwire_tools.bench.micro.aggregators"  # this module, as a program
 _TIMEOUT_S = 580.0

@@ -33,7 +33,19 @@ from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
 from gradwire_tools.bench import interleaved, memory, workers
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods
+
+KINDS = (
+    row_kind(
+        "bench kernels",
+        "codec op gbps",
+        "codec:text op:text target:text numel:count threads:positive seconds:amount gbps:amount "
+        "of_limit:amount",
+        "device:text options:options? limit_seconds:amount? copy_gbps:amount?",
+    ),
+)
+
 
 NUMEL = {"cpu": 2**24, "cuda": 2**26}
 # All codecs end within 45 seconds.

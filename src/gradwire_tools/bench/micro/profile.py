@@ -49,9 +49,20 @@ from gradwire.integrations.hook import hook_state
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.network.world import several
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train.methods import attach, parse
 from gradwire_tools.lab import Network
 from gradwire_tools.sim.buckets import ddp_buckets
+
+KINDS = (
+    row_kind(
+        "bench profile",
+        "method part seconds",
+        "method:text part:text net:text seconds:amount ranks:positive numel:count",
+        "steps:count",
+    ),
+)
+
 
 _TIMEOUT_S = 300.0
 _COMPILATIONS = 9

@@ -36,8 +36,20 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.interleaved import quartiles
 from gradwire_tools.bench.network.world import emulable, several
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods as method_table
 from gradwire_tools.lab import Network
+
+KINDS = (
+    row_kind(
+        "bench collectives",
+        "method algorithm nmse limit_seconds",
+        "method:text algorithm:text net:text ranks:positive numel:count seconds:amount "
+        "wire_bytes:amount limit_seconds:amount? of_limit:amount? nmse:amount?",
+        "transport:text per_node:positive? seconds_quartiles:spread? link_bytes:amount?",
+    ),
+)
+
 
 DEFAULT_METHODS = (
     "torch-fp32",

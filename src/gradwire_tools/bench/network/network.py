@@ -36,9 +36,23 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.network import network_verdict
 from gradwire_tools.bench.network.world import World, started_by_torchrun
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import models
+
+_STEP = (
+    "part:text available:flag detail:text method:text net:text ranks:positive numel:count "
+    "step_seconds:amount compute_seconds:amount communication_seconds:amount "
+    "exposed_seconds:amount turn_seconds:amounts"
+)
+_STEP_MORE = "machines:positive transport:text load:amount cores:positive"
+KINDS = (
+    row_kind("doctor", "part available method", _STEP, _STEP_MORE),
+    row_kind("doctor", "part available step_seconds", _STEP),
+    row_kind("doctor", "part available detail", "part:text available:flag detail:text"),
+)
+
 
 METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000

@@ -38,6 +38,31 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
+
+_PROBED = "ranks:positive net:text cached:flag"
+KINDS = (
+    row_kind(
+        "probe",
+        "from to alpha",
+        f"{_PROBED} measured:text from:count to:count alpha:amount beta:amount bandwidth:amount?",
+        part="pair",
+    ),
+    row_kind(
+        "probe",
+        "cached bytes",
+        f"{_PROBED} measured:text bytes:count seconds:amount",
+        part="send",
+    ),
+    row_kind(
+        "probe",
+        "codec form call",
+        f"{_PROBED} codec:text form:text call:amount value:amount payload:amount",
+        "threads:positive",
+        part="curve",
+    ),
+)
+
 
 CODECS = ("qsgd", "topk")
 SECONDS = 5.0

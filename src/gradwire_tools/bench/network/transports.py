@@ -26,7 +26,17 @@ from gradwire.errors import ConfigError
 from gradwire.transport import Mixed, TorchP2P, Transport, shm_library
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.lab import Network
+
+KINDS = (
+    row_kind(
+        "bench transports",
+        "transport latency_us",
+        "transport:text bytes:positive latency_us:amount gbps:amount",
+    ),
+)
+
 
 SIZES = (64, 4096, 1 << 16, 1 << 20, 1 << 24)  # bytes
 _TIMEOUT_S = 300.0

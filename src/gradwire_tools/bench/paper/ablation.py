@@ -35,8 +35,20 @@ from gradwire_tools.bench.network.world import emulable, several
 from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.paper.planner_grid import fitted_to_lab, in_lab, method_of
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import kernel_costs, models
+
+KINDS = (
+    row_kind(
+        "bench ablation",
+        "where part cut",
+        "where:text part:text method:text ranks:positive net:text numel:count "
+        "step_seconds:amount? synchronisation_seconds:amount cut:number?",
+        "model:text",
+    ),
+)
+
 
 MOST_TURNS = 1000
 _PARTS = 6

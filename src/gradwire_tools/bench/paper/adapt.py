@@ -64,8 +64,21 @@ from gradwire_tools.bench.paper.adapt_tables import recorded_layers, seeded_laye
 from gradwire_tools.bench.paper.adapt_whole import Allocation, Whole
 from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.workers import Advance, unseen
 from gradwire_tools.sim import models
+
+KINDS = (
+    row_kind(
+        "bench adapt",
+        "policy family error_metric",
+        "policy:text family:text task:text reference:text error_metric:text layers:positive "
+        "choices:positive ratio:amount? uniform_ratio:amount? of_uniform:amount? error:amount? "
+        "budget:amount? error_l2:amount? error_squared:amount? global_error:amount? "
+        "solve_seconds:amount? fallback:text?",
+        "at:count? sigma:amount? seed:count? bits_by_layer:layers?",
+    ),
+)
 
 Methods = Mapping[str, Callable[[Budget], Allocation]]
 

@@ -45,7 +45,22 @@ from gradwire_tools.bench.adapt.record import recordings
 from gradwire_tools.bench.adapt.recording import Recording
 from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.workers import Advance, unseen
+
+_ERROR = (
+    "task:text at:count steps:positive ranks:positive method:text algorithm:text "
+    "error_feedback:flag numel:count nmse:amount? nmse_of_fed:amount? nmse_of_sum:amount? "
+    "cosine:number? input_bits:amount packed_bits:amount wire_bytes:amount?"
+)
+_ERROR_MORE = "nmse_by_step:times recorded:options"
+KINDS = (
+    row_kind("bench error", "nmse error_feedback", _ERROR, _ERROR_MORE, row="total"),
+    row_kind(
+        "bench error", "nmse error_feedback", f"{_ERROR} layer:text", _ERROR_MORE, row="layer"
+    ),
+)
+
 
 METHODS = (
     "fp16", "qsgd:bits=4", "terngrad", "topk:density=0.01", "powersgd:rank=4",

@@ -43,9 +43,23 @@ from gradwire_tools.bench.network.world import emulable, several
 from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.paper.validate import SWITCH_S
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.models import Shapes
+
+KINDS = (
+    row_kind(
+        "bench planner",
+        "partition_ratio decline_ratio",
+        "ranks:positive net:text nbytes:positive method:text algorithm:text "
+        "segments:count? expected_seconds:amount seconds:amount best_method:text "
+        "best_seconds:amount ratio:amount compress:flag best_compresses:flag "
+        "decline_ratio:amount partition_ratio:amount? error:number settings:count",
+        "message_seconds:amount coordinated:flag",
+    ),
+)
+
 
 NETS = ("100mbit,1ms", "1gbit,1ms", "10gbit,100us", "none")
 SIZES = tuple(1 << n for n in range(14, 27, 2))  # bytes of fp32: 16 KB to 64 MB

@@ -27,10 +27,22 @@ from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
 from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.workers import Advance, unseen
 from gradwire_tools.lab import Network, available
 from gradwire_tools.sim import Curves, Net, Scenario, predict
 from gradwire_tools.sim.curves import Software
+
+KINDS = (
+    row_kind(
+        "sim --validate",
+        "measured_seconds simulated_seconds",
+        "net:text method:text algorithm:text ranks:positive numel:count measured_seconds:amount "
+        "simulated_seconds:amount error:number spread:amount",
+        "of_limit:amount? runs:positive",
+    ),
+)
+
 
 RANKS = (2, 4, 8)
 NETS = ("100mbit,5ms", "300mbit,1ms", "1gbit,1ms")

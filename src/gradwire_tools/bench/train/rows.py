@@ -11,9 +11,60 @@ from typing import Any
 
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
+from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import state
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.bench.train.config import TOLERANCE, TrainConfig
+
+_TRAIN = "task:text net:text method:text ranks:positive"
+_TRAIN_MORE = (
+    "parameters:count? metric_name:text? link_bytes:amount? peak_extra_bytes:amount? "
+    "rolling_loss:number? rolling_metric:number? timing_only:flag composed:flag "
+    "task_options:options sharded:flag policy:text accumulate:positive "
+    "weights_wire_bytes:amount? gradients_wire_bytes:amount?"
+)
+KINDS = (
+    row_kind(
+        "bench train",
+        "",
+        f"{_TRAIN} seed:integer step:count seconds:amount loss:number? wire_bytes:amount?",
+        f"{_TRAIN_MORE} metric:number?",
+        row="evaluation",
+    ),
+    row_kind(
+        "bench train",
+        "",
+        f"{_TRAIN} steps:count final_loss:number? target:number? time_to_target:amount? "
+        "step_seconds:amount? ideal_step_seconds:amount? wire_bytes:amount?",
+        f"{_TRAIN_MORE} seeds:integers? target_from:text? time_to_target_by_seed:times? "
+        "final_metric:number? final_loss_by_seed:numbers? seconds:amount? "
+        "step_seconds_quartiles:spread? step_seconds_mean:amount? timed_steps:amount? "
+        "timed_bytes:amount? "
+        "kernel_seconds:amount? "
+        "exposed_seconds:amount? mean_ratio:amount? plan_changes:amount? "
+        "utility:amount? evaluation_gap_seconds:amount? "
+        "steps_by_seed:integers? wire_bytes_per_step:amount? link_bytes_per_step:amount? "
+        "utility_against:text? final_metric_by_seed:numbers? "
+        "final_metric_difference_by_seed:numbers?",
+        row="summary",
+    ),
+    row_kind(
+        "bench train",
+        "",
+        "task:text net:text method:text ranks:positive steps:count composed_seconds:amount? "
+        "whole_seconds:amount? error:number?",
+        "parameters:count? task_options:options composed_time_to_target:amount? "
+        "whole_time_to_target:amount? composed_final_loss:number? whole_final_loss:number?",
+        row="validation",
+    ),
+    row_kind(
+        "decisions",
+        "",
+        f"{_TRAIN} seed:integer step:count line:text",
+        f"{_TRAIN_MORE} tried:tried",
+        row="decision",
+    ),
+)
 
 WORKER = "gradwire_tools.bench.train.worker"
 
