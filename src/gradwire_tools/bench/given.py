@@ -14,9 +14,10 @@ class Weights(torch.nn.Module):
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
         super().__init__()
-        self.layers = torch.nn.ParameterList(
-            torch.zeros(*shape, dtype=torch.float32) for shape in shapes
-        )
+        for number, shape in enumerate(shapes):
+            name = f"weight{number or ''}"  # keys what codecs draw
+            values = torch.zeros(*shape, dtype=torch.float32)
+            self.register_parameter(name, torch.nn.Parameter(values))
 
     def forward(self) -> None:
         """Nothing."""

@@ -103,8 +103,9 @@ def run(
             limit = seconds_of_bytes + rounds * network.latency_s
         yield {
             **row,
-            **world.keys,
+            "ranks": ranks,
             "per_node": per_node,
+            "net": str(network),
             "limit_seconds": limit,
             "of_limit": None if limit is None else limit / row["seconds"],
         }
