@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire import __version__
+from gradwire.codecs import QSGD
 from gradwire.errors import ConfigError
-from gradwire.lang import jit, kernel_cache, native, prebuilt
+from gradwire.lang import gpu, jit, kernel_cache, native, prebuilt
 from gradwire.lang.kernels import MEND
 from gradwire.transport import shm, shm_library
+from gradwire_tools import lab
 
 # An optional part, the extra that brings it, and the modules it needs.
 _EXTRAS = (
@@ -29,68 +31,52 @@ _EXTRAS = (
 _TRAINERS = ("lightning", "accelerate", "transformers", "ray", "keras")  # extras and modules
 
 
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
 def examine() -> Iterator[dict[str, Any]]:
     """Yield rows: part, available, detail (a version, or the reason why not)."""
-    yield _row("gradwire", True, f"{__version__}, Python {platform.python_version()}")
-    yield _row("torch", True, f"{torch.__version__}, {_counted(torch.get_num_threads(), 'thread')}")
-    yield _row("machine", True, f"{_counted(os.cpu_count() or 1, 'core')}, {platform.machine()}")
-    yield _row("target eager", True, "torch on the CPU")
+    yield _row("gradwire", f"{__version__}, Python {platform.python_version()}")
+    yield _row("torch", f"{torch.__version__}, {_counted(torch.get_num_threads(), 'thread')}")
+    yield _row("machine", f"{_counted(os.cpu_count() or 1, 'core')}, {platform.machine()}")
+    yield _row("target eager", "torch on the CPU")
     yield _tried("compiler", jit.compiler)
     library, said = prebuilt.loaded()
-    count = f"{len(prebuilt.listing())} in " if library is not None else ""
-    yield _row("prebuilt kernels", library is not None, count + said)
+    count = f"{len(prebuilt.listing())} in {said}"
+    yield _row("prebuilt kernels", count, None if library is not None else said)
     compiled = _tried("target c", _load_a_codec)
     if not compiled["available"]:
         compiled["detail"] += f"; attach sends bf16 in place of codecs on the CPU: {MEND}"
     yield compiled
-    yield _triton()
-    yield _row("transport loopback", True, "threads of one process, for tests")
+    reason = gpu.missing()
+    how = "interpreted" if reason is None and gpu.interpreting() else "compiled"
+    yield _row("target triton", how, reason)
+    yield _row("transport loopback", "threads of one process, for tests")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield _row("transport torch_p2p", gloo, "gloo" if gloo else "this torch has no gloo")
-    reason = shm_library.unavailable()
+    yield _row("transport torch_p2p", "gloo", None if gloo else "this torch has no gloo")
     rings = f"rings of up to {shm.ring_bytes_for(1) >> 10} KiB between ranks of one machine"
-    yield _row("transport shm", reason is None, reason or rings)
-    yield from _lab()
+    yield _row("transport shm", rings, shm_library.unavailable())
+    yield _row("lab", "network namespaces", lab.available())
     for part, extra, modules in (*_EXTRAS, *((f"gw.{one}", one, (one,)) for one in _TRAINERS)):
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         lacks = f'{" and ".join(missing)} not installed: pip install "gradwire[{extra}]"'
-        yield _row(part, not missing, lacks if missing else ", ".join(modules))
+        yield _row(part, ", ".join(modules), lacks if missing else None)
 
 
-def _triton() -> dict[str, Any]:
-    from gradwire.lang import gpu
-
-    reason = gpu.missing()
-    if reason is not None:
-        return _row("target triton", False, reason)
-    return _row("target triton", True, "interpreted" if gpu.interpreting() else "compiled")
-
-
-def _row(part: str, available: bool, detail: str) -> dict[str, Any]:
-    return {"part": part, "available": available, "detail": detail}
+def _row(part: str, detail: str, reason: str | None = None) -> dict[str, Any]:
+    """What is available; or not, and the reason."""
+    return {"part": part, "available": reason is None, "detail": reason or detail}
 
 
 def _tried(part: str, attempt: Callable[[], str]) -> dict[str, Any]:
     try:
-        return _row(part, True, attempt())
+        return _row(part, attempt())
     except (ConfigError, jit.CompileError) as error:
-        return _row(part, False, str(error))
+        return _row(part, "", str(error))
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _load_a_codec() -> str:
-    from gradwire.codecs import QSGD
-
     made = native.Library(QSGD(), torch.float32)
     made.ready(["encode"])
     return "prebuilt" if made.prebuilt else f"kernels are kept in {kernel_cache.folder()}"
-
-
-def _lab() -> Iterator[dict[str, Any]]:
-    from gradwire_tools.lab import available
-
-    reason = available()
-    yield _row("lab", reason is None, "network namespaces" if reason is None else reason)

@@ -27,18 +27,13 @@ def with_small_tasks() -> None:
     tasks.get = SMALL  # type: ignore[assignment]
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, object]]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tasks, "get", SMALL)
-        patched.setattr(forked, "prepare", with_small_tasks)
-        return {row["method"]: row for row in aggregators.run(METHODS, "image", quick=True)}
-
-
 @pytest.mark.multiprocess
-def test_a_row_per_method(rows: dict[str, dict[str, float]]) -> None:
-    assert list(rows) == METHODS
-    for row in rows.values():
+def test_a_row_per_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "get", SMALL)
+    monkeypatch.setattr(forked, "prepare", with_small_tasks)
+    rows = list(aggregators.run(METHODS, "image", quick=True))
+    assert [row["method"] for row in rows] == METHODS
+    for row in rows:
         assert (row["task"], row["ranks"]) == ("image", 2)
         assert row["ms_per_million"] == pytest.approx(1e9 * row["seconds"] / row["numel"])
         # Seconds are without those of an empty hook, so they may be below 0 by chance.
@@ -47,12 +42,9 @@ def test_a_row_per_method(rows: dict[str, dict[str, float]]) -> None:
         assert row["of_limit"] == expected
         assert row["limit_seconds"] > 0
         assert row["state_bytes_per_value"] == row["state_bytes"] / row["numel"]
-
-
-@pytest.mark.multiprocess
-def test_what_methods_send_and_keep(rows: dict[str, dict[str, float]]) -> None:
-    theirs, ours, quantised, cast = (rows[name] for name in METHODS)
-    assert (theirs["rounds"], ours["rounds"], quantised["rounds"], cast["rounds"]) == (3, 2, 1, 1)
+    # What methods send and keep.
+    theirs, ours, quantised, cast = rows
+    assert [row["rounds"] for row in rows] == [3, 2, 1, 1]
     assert all(row["orthogonal_share"] or row["seconds"] <= 0 for row in (ours, theirs))
     assert quantised["orthogonal_share"] is None
     assert cast["wire_bytes"] == 2 * cast["numel"]  # 2 (N-1)/N of 16 bits

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # budget per function
 TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
@@ -72,3 +73,13 @@ def _on_stream(functions: Sequence[Callable[[], None]], turns: int) -> list[floa
             pairs.append(pair)
     torch.cuda.synchronize()
     return [statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in marks]
+
+
+def slowest(act: Callable[[], object]) -> float:
+    """Seconds of the slowest rank of the default group; all begin together."""
+    dist.barrier()
+    begun = time.perf_counter()
+    act()
+    spent = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)

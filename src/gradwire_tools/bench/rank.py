@@ -1,15 +1,12 @@
 """One rank of a benchmark, as `workers.measured` starts it.
 
-    python -m gradwire_tools.bench.rank MODULE CONFIG EVENTS
-
-The module has the configuration's class, `Config`, and `measure(config, progress)`, which joins the
-other ranks in torch's default group and returns the rows. Those of rank 0 count.
+python -m gradwire_tools.bench.rank MEASURE EVENTS
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
+from functools import partial
 
 import torch.distributed as dist
 
@@ -17,10 +14,10 @@ from gradwire_tools.bench import workers
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, and on rank 0 report."""
-    module = importlib.import_module(arguments[0])
-    config, events = workers.configured(module.Config, arguments[1:])
-    events.rows(module.measure(config, events.progress))
+    """Measure in a default group, and on rank 0 report."""
+    measure, events = workers.configured(partial, arguments)
+    dist.init_process_group("gloo")
+    events.write("rows", rows=measure(events.progress))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -51,7 +51,7 @@ def sim(
     """Predict what a step's collectives take, on simulated networks."""
     from gradwire_tools.bench.paper import validate as validation
     from gradwire_tools.bench.train.sharded import COMPARED
-    from gradwire_tools.predict import simulate, simulate_sharded
+    from gradwire_tools.predict import sim_plot, simulate, simulate_sharded
 
     of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
     for option, given in of_sharded.items():
@@ -73,7 +73,7 @@ def sim(
                 [*columns, "simulated_seconds", "error"],
             )
             return
-        draw = None if plot is None else simulate.plotter(plot)
+        draw = None if plot is None else sim_plot.plotter(plot)
         writable("--plot", plot)
         if curves is not None and (fresh or not curves.exists()):
             writable("--curves", curves)
@@ -86,18 +86,15 @@ def sim(
         swept = ["value"] if sweep else []
         if sharded:
             chosen = names("--methods", method_names) or COMPARED
-            step = simulate_sharded.WantedSharded(
+            wanted: simulate.WantedStep = simulate_sharded.WantedSharded(
                 methods=chosen, forward=forward, blocking=blocking, **common
             )
             columns = ["method", "seconds", "weights_wire_bytes", "gradients_wire_bytes"]
-            rows = out.measured(
-                lambda advance: simulate_sharded.run(step, advance),
-                [*swept, *columns, "ratio", "of_limit"],
-            )
+            columns += ["ratio", "of_limit"]
         else:
             codecs = names("--codec", codec_name) or ["qsgd"]
             wanted = simulate.WantedCollectives(codecs=codecs, **common)
             columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
-            rows = out.measured(lambda advance: simulate.run(wanted, advance), [*swept, *columns])
+        rows = out.measured(lambda advance: simulate.run(wanted, advance), [*swept, *columns])
         if draw is not None:
             draw(rows)

@@ -23,7 +23,6 @@ from gradwire import codecs as codec_table
 from gradwire.planner.choice import FULL, HALF, Situation, choose, name
 from gradwire.planner.selective import decisions
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.micro.kernels import check_threads
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
@@ -58,7 +57,6 @@ def run(
         ConfigError: an unknown name or a number out of range; it is raised before anything is
             measured.
     """
-    check_threads(threads)
     chosen = [codec_table.get(text) for text in codecs]
     network = Network.parse(net, emulated=False)
     where = Situation(

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire.codecs.text import value as value_of
 from gradwire.errors import ConfigError
+from gradwire_tools.bench.network.world import several
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import Net
 
@@ -46,9 +47,7 @@ class Point:
             ConfigError: as `number`, or it is out of range.
         """
         ranks = int(self.number("ranks", given, whole=True))
-        if ranks < 2:
-            told = f"--sweep ranks={self.value}" if self.name == "ranks" else f"--ranks {ranks}"
-            raise ConfigError(f"{told}: one rank sends nothing; use 2 ranks or more")
+        several(ranks, f"--sweep ranks={self.value}" if self.name == "ranks" else "")
         if ranks > _MOST_RANKS:
             raise ConfigError(f"ranks={ranks}: {_MOST_RANKS} at most")
         return ranks

@@ -45,6 +45,10 @@ KINDS = (
 NO_CURVES = Curves("none", 1, {})
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
 
+Row = dict[str, Any]
+# One point of a sweep: what its row begins with, the codecs that it sends, and what predicts it.
+Case = tuple[Row, Iterable[Codec], Callable[[Curves], Row]]
+
 
 @dataclass(frozen=True)
 class WantedStep:
@@ -74,8 +78,16 @@ class WantedStep:
     file: Path | None = None
     fresh: bool = False
 
+    def cases(self, point: Point) -> Iterator[Case]:
+        """Those of one point of the sweep.
+
+        Raises:
+            ConfigError: an unknown name, an undefined combination or a number out of range.
+        """
+        raise NotImplementedError
+
     def at(self, point: Point, algorithm: str) -> dict[str, Any]:
-        """What scenarios of both kinds have, at a point of the sweep."""
+        """What scenarios of all kinds have, at a point of the sweep."""
         given = {key: one for key, one in self.options.items() if one is not None}
         if point.name in ("segments", "partitions"):
             given[point.name] = point.number(point.name, None, whole=True)
@@ -100,37 +112,43 @@ class WantedCollectives(WantedStep):
 
     codecs: Sequence[str] = ("qsgd",)
 
+    def cases(self, point: Point) -> Iterator[Case]:
+        for text in self.codecs:
+            for algorithm in self.algorithms:
+                scenario = self._scenario(text, algorithm, point)
+                row = {"method": f"gradwire:{text}", "codec": text}
+                yield row, [scenario.codec], partial(predict, scenario)
+
+    def _scenario(self, text: str, algorithm: str, point: Point) -> Scenario:
+        options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
+        if point.name is not None and point.name not in SWEPT:
+            swept = f"gradwire:{text.split(':')[0]}:{point.name}={point.value}"
+            options.update(methods.parse(swept).options)
+        feedback = options.pop("error_feedback", False)
+        if not isinstance(feedback, bool):
+            raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
+        if "algorithm" in options:
+            raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
+        codec, common = codec_table.get(**options), self.at(point, algorithm)
+        return Scenario(codec=codec, model=self.model, feedback=feedback, **common)
+
 
 @stamped
-def run(
-    wanted: WantedCollectives, advance: workers.Advance | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each point of the sweep, algorithm and codec.
+def run(wanted: WantedStep, advance: workers.Advance | None = None) -> Iterator[Row]:
+    """Yield a row for each point of the sweep, algorithm, and codec or method.
 
     `advance` is called before every codec whose kernels are measured.
 
     Raises:
-        ConfigError: an unknown name, an undefined combination or a number out of range. It is
-            raised before anything is measured.
+        ConfigError: as `WantedStep.cases`; it is raised before anything is measured.
     """
-    check_threads(wanted.threads)
-    points = [
-        (point, text, scenario)
-        for point in sim_sweep.points(wanted.sweep)
-        for text in wanted.codecs
-        for algorithm in wanted.algorithms
-        for scenario in [_scenario(wanted, text, algorithm, point)]
+    cases = [
+        (case, point) for point in sim_sweep.points(wanted.sweep) for case in wanted.cases(point)
     ]
-    needed = [scenario.codec for *_, scenario in points]
+    needed = [codec for (_, codecs, _), _ in cases for codec in codecs]
     known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
-    for point, text, scenario in points:
-        yield {
-            "method": f"gradwire:{text}",
-            "codec": text,
-            **predict(scenario, known),
-            "machine": known.machine,
-            **point.keys,
-        }
+    for (row, _, predicted), point in cases:
+        yield {**row, **predicted(known), "machine": known.machine, **point.keys}
 
 
 def known_curves(
@@ -143,51 +161,11 @@ def known_curves(
     """The curves of these codecs; arguments as the fields of `WantedStep`.
 
     Raises:
-        ConfigError: the file is not one of curves, or cannot be written.
+        ConfigError: a number of threads that makes no sense, or the file is not one of curves.
     """
+    check_threads(threads)
     if file is None:
         return measuring.measured(needed, threads, fresh, advance)
     if fresh or not file.exists():
-        if not file.parent.is_dir():
-            raise ConfigError(f"--curves {file}: not a file in an existing folder")
         measuring.measured(needed, threads, fresh, advance).save(file)
     return curves.load(file)
-
-
-def _scenario(wanted: WantedCollectives, text: str, algorithm: str, point: Point) -> Scenario:
-    """One point."""
-    options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
-    if point.name is not None and point.name not in SWEPT:
-        swept = f"gradwire:{text.split(':')[0]}:{point.name}={point.value}"
-        options.update(methods.parse(swept).options)
-    feedback = options.pop("error_feedback", False)
-    if not isinstance(feedback, bool):
-        raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
-    if "algorithm" in options:
-        raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
-    return Scenario(
-        codec=codec_table.get(**options),
-        model=wanted.model,
-        feedback=feedback,
-        **wanted.at(point, algorithm),
-    )
-
-
-def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
-    """A function that draws rows into `file`. Call it first, to find errors before simulating.
-
-    Raises:
-        ConfigError: `file` ends in neither .png nor .svg, its folder does not exist, or matplotlib
-            is missing.
-    """
-    if file.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--plot {file}: give a name that ends in .png or .svg")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--plot {file}: not a file in an existing folder")
-    try:
-        from gradwire_tools.predict import sim_plot
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            '--plot needs matplotlib, which is not installed: pip install "gradwire[report]"'
-        ) from error
-    return partial(sim_plot.draw, file=file)

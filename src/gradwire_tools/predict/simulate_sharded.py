@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gradwire.aggregators import registry
@@ -17,15 +18,11 @@ from gradwire.codecs import Identity
 from gradwire.errors import ConfigError
 from gradwire.planner import WeightRules
 from gradwire.planner.weights import in_blocks
-from gradwire_tools.bench import workers
-from gradwire_tools.bench.micro.kernels import check_threads
-from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import sharded
 from gradwire_tools.bench.train.sharded import ShardedMethod
-from gradwire_tools.predict import sim_sweep
 from gradwire_tools.predict.sim_sweep import Point
-from gradwire_tools.predict.simulate import WantedStep, known_curves
+from gradwire_tools.predict.simulate import Case, WantedStep
 from gradwire_tools.sim import models
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import Coded, Gradients, Torch, Weights, codecs_of
@@ -61,62 +58,35 @@ class WantedSharded(WantedStep):
     forward: float | None = None
     blocking: bool = False
 
+    def cases(self, point: Point) -> Iterator[Case]:
+        if point.name is not None and point.name not in SWEPT:
+            raise ConfigError(
+                f"--sweep {point.name}: with --sharded sweep one of {', '.join(SWEPT)}, and give "
+                "options of codecs in --methods"
+            )
+        found = [sharded.parse(name) for name in self.methods]
+        for method in found:
+            method.check()
+        for method in found:
+            for algorithm in self.algorithms if method.ours else self.algorithms[:1]:
+                one = self._scenario(method, algorithm, point)
+                row = {"sharded": True, "method": method.name, "model": self.model}
+                codecs = codecs_of(one.groups, one.weights, one.gradients)
+                yield row, codecs, partial(predict_sharded, one)
 
-@stamped
-def run(wanted: WantedSharded, advance: workers.Advance | None = None) -> Iterator[dict[str, Any]]:
-    """Yield a row for each point of the sweep, algorithm and method.
-
-    `advance` is called before every codec whose kernels are measured.
-
-    Raises:
-        ConfigError: an unknown name, an undefined combination or a number out of range. It is
-            raised before anything is measured.
-    """
-    check_threads(wanted.threads)
-    found = [sharded.parse(name) for name in wanted.methods]
-    for method in found:
-        method.check()
-    points = [
-        (point, method, _scenario(wanted, method, algorithm, point))
-        for point in sim_sweep.points(wanted.sweep)
-        for method in found
-        for algorithm in (wanted.algorithms if method.ours else wanted.algorithms[:1])
-    ]
-    needed = dict.fromkeys(
-        codec for *_, one in points for codec in codecs_of(one.groups, one.weights, one.gradients)
-    )
-    known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
-    for point, method, scenario in points:
-        yield {
-            "sharded": True,
-            "method": method.name,
-            "model": wanted.model,
-            **predict_sharded(scenario, known),
-            "machine": known.machine,
-            **point.keys,
-        }
-
-
-def _scenario(
-    wanted: WantedSharded, method: ShardedMethod, algorithm: str, point: Point
-) -> ShardedScenario:
-    if point.name is not None and point.name not in SWEPT:
-        raise ConfigError(
-            f"--sweep {point.name}: with --sharded sweep one of {', '.join(SWEPT)}, and give "
-            "options of codecs in --methods"
+    def _scenario(self, method: ShardedMethod, algorithm: str, point: Point) -> ShardedScenario:
+        weights, gradients = sent_by(method)
+        common = self.at(point, algorithm if method.ours else "sra")
+        forward = common["backward"] / 2 if self.forward is None else self.forward
+        return ShardedScenario(
+            weights=weights,
+            gradients=gradients,
+            groups=models.groups(self.model),
+            feedback=method.options.get("error_feedback", False),
+            forward=point.number("forward", forward),
+            blocking=self.blocking,
+            **common,
         )
-    weights, gradients = sent_by(method)
-    common = wanted.at(point, algorithm if method.ours else "sra")
-    forward = common["backward"] / 2 if wanted.forward is None else wanted.forward
-    return ShardedScenario(
-        weights=weights,
-        gradients=gradients,
-        groups=models.groups(wanted.model),
-        feedback=method.options.get("error_feedback", False),
-        forward=point.number("forward", forward),
-        blocking=wanted.blocking,
-        **common,
-    )
 
 
 def sent_by(method: ShardedMethod) -> tuple[Weights, Gradients]:

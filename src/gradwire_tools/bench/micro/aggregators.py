@@ -23,10 +23,9 @@ null for torch's hooks, which do not count it).
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +36,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.aggregators import registry
 from gradwire.lang import lowrank
 from gradwire_tools.bench import tasks, workers
-from gradwire_tools.bench.network.world import several
+from gradwire_tools.bench.given import Weights, as_hook
+from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods as method_table
-from gradwire_tools.lab import Network
 
 KINDS = (
     row_kind(
@@ -55,7 +54,6 @@ KINDS = (
 )
 
 
-_WORKER = "gradwire_tools.bench.micro.aggregators"  # this module, as a program
 _TIMEOUT_S = 580.0
 _WARM_UP = 4  # torch's PowerSGD sends its first two uncompressed; DDP rebuilds its bucket once
 _ONE_BUCKET_MB = 1 << 20
@@ -64,15 +62,6 @@ _ORTHOGONAL = (  # functions that orthogonalise
     (powerSGD_hook, "_orthogonalize"), (lowrank.Compiled, "columns"), (lowrank.Eager, "columns")
 )  # fmt: skip
 _RANKS, _QUICK_RANKS = (1, 4, 16, 32, 64), (4, 32)  # of matrices: UTIL's, and 32
-
-
-@dataclass(frozen=True)
-class Config:
-    """The workers' arguments."""
-
-    methods: tuple[str, ...]
-    task: str
-    turns: int
 
 
 @stamped
@@ -98,12 +87,11 @@ def run(
     """
     trained = tasks.get(task)
     names = tuple(methods or default_methods(_QUICK_RANKS if quick else _RANKS))
-    several(ranks)
+    world = World.here(ranks, "none")
     for name in names:
         method_table.parse(name).check(ranks, tasks.shapes(trained))
-    config = Config(names, task, 3 if quick else 25)
-    network = Network.parse("none")
-    for row in workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance):
+    measuring = partial(measure, names, task, 3 if quick else 25)
+    for row in workers.measured(measuring, world, _TIMEOUT_S, advance):
         yield {**row, "ranks": ranks}
 
 
@@ -117,19 +105,6 @@ def default_methods(ranks: Sequence[int]) -> list[str]:
 
 
 # ---- a rank
-
-
-class _Shapes(torch.nn.Module):
-    """Parameters of given shapes, whose gradients are given, too."""
-
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ParameterList(
-            torch.zeros(shape, dtype=torch.float32) for shape in shapes
-        )
-
-    def forward(self) -> None:
-        """Nothing; but DDP prepares for a backward."""
 
 
 class _HookedDDP(DistributedDataParallel):
@@ -166,7 +141,7 @@ class _Measured:
     def __init__(self, name: str | None, shapes: Sequence[torch.Size]) -> None:
         self.name = name
         self.model = _HookedDDP(
-            _Shapes(shapes), bucket_cap_mb=_ONE_BUCKET_MB, gradient_as_bucket_view=True,
+            Weights(shapes), bucket_cap_mb=_ONE_BUCKET_MB, gradient_as_bucket_view=True,
             init_sync=False, process_group=dist.new_group(backend="gloo"),
         )  # fmt: skip
         self.method = None if name is None else method_table.parse(name)
@@ -231,17 +206,11 @@ class _Measured:
         return int(stats["residual_bytes"]), round(stats["calls"] / stats["steps"])
 
 
+@as_hook
 def _nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
-
-
-# DDP compares a hook's annotations with the types themselves; ours are strings in this module.
-_nothing.__annotations__ = {
-    "bucket": dist.GradBucket,
-    "return": torch.futures.Future[torch.Tensor],
-}
 
 
 def gradients_of(task: str, rank: int) -> list[torch.Tensor]:
@@ -252,14 +221,14 @@ def gradients_of(task: str, rank: int) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def main(arguments: list[str]) -> None:
-    """Step all methods in turn; rank 0 reports their rows."""
-    config, events = workers.configured(Config, arguments)
+def measure(
+    methods: Sequence[str], task: str, turns: int, progress: workers.Advance
+) -> list[dict[str, Any]]:
+    """A row for each method; all take turns."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    clock, gradients = _Clock(), gradients_of(config.task, dist.get_rank())
+    clock, gradients = _Clock(), gradients_of(task, dist.get_rank())
     shapes = [gradient.shape for gradient in gradients]
-    idle, *measured = [_Measured(name, shapes) for name in (None, *config.methods)]
+    idle, *measured = [_Measured(name, shapes) for name in (None, *methods)]
     numel = sum(gradient.numel() for gradient in gradients)
     # In no cache: so many that what was copied is displaced before its turn comes again.
     arrays = [
@@ -267,9 +236,8 @@ def main(arguments: list[str]) -> None:
         for _ in range(max(2, min(64, _COLD // (4 * numel))))
     ]
     copies: list[float] = []
-    turns = _WARM_UP + config.turns
-    for turn in range(turns):
-        events.progress(f"turns of {len(measured)} methods", turn, turns)
+    for turn in range(_WARM_UP + turns):
+        progress(f"turns of {len(measured)} methods", turn, _WARM_UP + turns)
         for one in (idle, *measured):
             one.step(gradients, clock, counts=turn >= _WARM_UP)
         for source, target in zip(arrays[::2], arrays[1::2], strict=False):
@@ -277,12 +245,7 @@ def main(arguments: list[str]) -> None:
             target.copy_(source)
             copies.append(time.thread_time() - begun)
     copying = statistics.median(copies)
-    events.rows([one.row(idle, copying, config.task) for one in measured])
+    rows = [one.row(idle, copying, task) for one in measured]
     for one in measured:
         one.applied.remove()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return rows

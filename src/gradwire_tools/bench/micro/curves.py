@@ -11,7 +11,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from gradwire.engine.message import Envelope, check, seal
 from gradwire.lang import Codec
 from gradwire.transport import TorchP2P
 from gradwire_tools.bench import workers
+from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network.transports import one_way, round_trips
-from gradwire_tools.lab import Network
+from gradwire_tools.bench.network.world import World
 from gradwire_tools.sim import Curves, curves, kernel_costs
 from gradwire_tools.sim.calibrate import SEGMENTS, VALUES, engine
 from gradwire_tools.sim.curves import Curve
@@ -39,11 +41,6 @@ _ROUNDS = 200
 # and the seconds that several lose at first (docs/internals/simulator.md). They are constants
 # because not every machine has a lab.
 _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
-
-
-@dataclass(frozen=True)
-class Config:
-    """The workers' arguments: none."""
 
 
 def measured(
@@ -64,45 +61,43 @@ def measured(
     """
     wanted = list(dict.fromkeys([*codecs, Identity()]))
     file = kernel_costs.file(threads)
-    known = None if fresh or not file.exists() else curves.load(file)
-    if known is None:
-        kernels = Curves(kernel_costs.processor(), threads, _all([Identity()], threads, advance))
-        (overheads,) = workers.measured(Config(), 2, Network.parse("none"), _TIMEOUT_S)
+
+    def costs(of: Sequence[Codec]) -> dict[str, dict[str, Curve]]:
+        found = {}
+        for index, codec in enumerate(of):
+            if advance is not None:
+                advance(f"kernels of {name_of(codec)}", index, len(of))
+            found[str(codec)] = kernel_costs.kernel_curves(codec, threads)
+        return found
+
+    if fresh or not file.exists():
+        kernels = Curves(kernel_costs.processor(), threads, costs([Identity()]))
+        (overheads,) = workers.measured(partial(measure), World.here(2, "none"), _TIMEOUT_S)
         known = engine(kernels, overheads)
-    known = replace(known, link=replace(known.link, **_GOODPUT))
+    else:
+        known = curves.load(file)
     missing = [codec for codec in wanted if str(codec) not in known.codecs]
-    if missing:
-        known = replace(known, codecs={**known.codecs, **_all(missing, threads, advance)})
+    known = replace(
+        known,
+        codecs={**known.codecs, **costs(missing)},
+        link=replace(known.link, **_GOODPUT),
+    )
     known.save(file)
     return known
-
-
-def _all(
-    codecs: Sequence[Codec], threads: int, advance: workers.Advance | None
-) -> dict[str, dict[str, Curve]]:
-    found = {}
-    for index, codec in enumerate(codecs):
-        if advance is not None:
-            advance(f"kernels of {name_of(codec)}", index, len(codecs))
-        found[str(codec)] = kernel_costs.kernel_curves(codec, threads)
-    return found
 
 
 # ---- one of the two ranks
 
 
-def measure(config: Config, progress: workers.Advance) -> list[dict[str, float]]:
+def measure(progress: workers.Advance) -> list[dict[str, float]]:
     """One row: seconds (memory: bytes per second)."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     transport = TorchP2P()
     tags = itertools.count(step=_TAGS)
-    round_trips(transport, torch.zeros(64, dtype=torch.uint8), 20, next(tags))  # connects
+    small = torch.zeros(64, dtype=torch.uint8)
+    round_trips(transport, small, 20, next(tags))  # connects
     found = {
-        "trip": statistics.median(
-            round_trips(transport, torch.zeros(64, dtype=torch.uint8), _ROUNDS, next(tags))
-        )
-        / 2,
+        "trip": statistics.median(round_trips(transport, small, _ROUNDS, next(tags))) / 2,
         "post": statistics.median(_post(transport, next(tags)) for _ in range(_TURNS)),
         "stack": statistics.median(_stack(transport, next(tags)) for _ in range(_TURNS)),
         **_check(),
@@ -163,14 +158,11 @@ def _tiny(comm: Communicator, segments: int) -> float:
     """Seconds of a small all-reduce on the slower rank: the 10th percentile, to exclude noise."""
     options = gradwire.Options(segments=segments)
     values = torch.zeros(VALUES, dtype=torch.float32)
-    turns = []
-    for step in range(_ROUNDS):
-        dist.barrier()
-        begun = time.perf_counter()
+
+    def reduced(step: int) -> None:
         gradwire.all_reduce(values, "identity", group=comm, step=step, options=options)
-        spent = torch.tensor(time.perf_counter() - begun, dtype=torch.float32)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        turns.append(float(spent))
+
+    turns = [slowest(partial(reduced, step)) for step in range(_ROUNDS)]
     return sorted(turns)[_ROUNDS // 10]
 
 

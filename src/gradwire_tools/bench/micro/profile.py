@@ -28,7 +28,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,11 @@ from gradwire.groups import communicator
 from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.hook import hook_state
 from gradwire_tools.bench import memory, workers
-from gradwire_tools.bench.network.world import several
+from gradwire_tools.bench.given import Weights
+from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train.methods import attach, parse
-from gradwire_tools.lab import Network
 from gradwire_tools.sim.buckets import ddp_buckets
 
 KINDS = (
@@ -70,18 +70,7 @@ _PARAMETERS = 30
 _WARM_UP = 3  # DDP's buckets are rebuilt after the first step
 _SLEPT_S = 50e-6  # longer than a wake-up
 _THREADS = ("compute", "inbound", "outbound")
-
-
-@dataclass(frozen=True)
-class Config:
-    """The workers' arguments; `trace` is the file for a step's trace."""
-
-    methods: tuple[str, ...]
-    numel: int
-    parameters: int
-    bucket_mb: float
-    steps: int
-    trace: str | None
+_COUNTED = ("kernel_seconds", "kernel_calls", "seconds")  # by the handle
 
 
 @stamped
@@ -112,35 +101,38 @@ def run(
             no lab on this machine.
         WorkerError: a rank failed.
     """
-    network = Network.parse(net)
     names = tuple(methods or ("gradwire-qsgd4",))
     for name in names:
         method = parse(name)
         if method.kind != "gradwire":
             raise ConfigError(f"method {name!r}: only gradwire's own methods can be profiled")
         method.how()  # refuses aggregators, whose buckets take several collectives
-    several(ranks)
     if numel is not None and numel < _PARAMETERS:
         raise ConfigError(f"--numel {numel}: give {_PARAMETERS} or more, one per parameter")
     if bucket_mb is not None and not bucket_mb > 0:
         raise ConfigError(f"--bucket-mb {bucket_mb:g}: a bucket holds more than 0 MB")
     values, steps = numel or 6_553_600, 10 if quick else 40
     memory.check(f"{values} values of {ranks} ranks", 4 * values * ranks * 3)
-    config = Config(names, values, _PARAMETERS, bucket_mb or 1000.0, steps, trace)
-    where = {"ranks": ranks, "net": str(network)}
-    found = workers.measured(config, ranks, network, _TIMEOUT_S, advance)
-    rows = [{**row, **where} for row in found]
+    world = World.here(ranks, net)
+    measuring = partial(measure, names, _shapes(values), bucket_mb or 1000.0, steps, trace)
+    found = workers.measured(measuring, world, _TIMEOUT_S, advance)
+    rows = [{**row, **world.keys} for row in found]
     yield from rows
     for row in {row["method"]: row for row in rows}.values():
         yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILATIONS}
 
 
+def _shapes(numel: int) -> tuple[tuple[int, ...], ...]:
+    """Alternating vectors and matrices, of some `numel` values together."""
+    side = int((numel / (_PARAMETERS / 2)) ** 0.5)
+    return tuple((side, side) if i % 2 else (side,) for i in range(_PARAMETERS))
+
+
 def _compile_s(row: Mapping[str, Any]) -> float:
     """Median seconds of compiling a row's bucket for rank 0 of 1024."""
     codec, options = parse(row["method"]).how()
-    side = int((row["numel"] / row["parameters"] * 2) ** 0.5)
-    shapes = tuple((side, side) if i % 2 else (side,) for i in range(row["parameters"]))
-    specs = tuple(spec for bucket in ddp_buckets(shapes, codec, False, 1024) for spec in bucket)
+    buckets = ddp_buckets(_shapes(row["numel"]), codec, False, 1024)
+    specs = tuple(spec for bucket in buckets for spec in bucket)
     layout = CollectiveLayout(AVERAGE, specs)
     topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
     seconds = []
@@ -155,31 +147,58 @@ def _compile_s(row: Mapping[str, Any]) -> float:
 # ---- one rank
 
 
-def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
-    """The rows of all methods, each of which steps a model of its own."""
+def measure(
+    methods: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    bucket_mb: float,
+    steps: int,
+    trace_file: str | None,
+    progress: workers.Advance,
+) -> list[dict[str, Any]]:
+    """The rows of all methods, each of which steps a model of its own.
+
+    Args:
+        trace_file: for a step's trace.
+    """
     torch.set_num_threads(1)  # thread clocks do not count a kernel's helper threads
-    dist.init_process_group("gloo")
-    return [row for name in config.methods for row in _profile(name, config, progress)]
-
-
-class _Layers(torch.nn.Module):
-    """Alternating matrices and biases; the loss is their sum, whose gradient costs almost
-    nothing."""
-
-    def __init__(self, numel: int, parameters: int) -> None:
-        super().__init__()
-        side = int((numel / (parameters / 2)) ** 0.5)
-        self.layers = torch.nn.ParameterList(
-            torch.zeros((side, side) if i % 2 else side, dtype=torch.float32)
-            for i in range(parameters)
-        )
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([p.sum() for p in self.layers]).sum()
+    rows: list[dict[str, Any]] = []
+    for name in methods:
+        model = DistributedDataParallel(Weights(shapes), bucket_cap_mb=bucket_mb)
+        handle = attach(model, parse(name).options)
+        gradients = [torch.ones_like(weight) for weight in model.parameters()]
+        comm = communicator()
+        trace = comm.in_flight.begin_trace()
+        for _ in range(_WARM_UP):
+            _step(model, gradients, handle, trace)
+        found = []
+        for step in range(steps):
+            progress(f"steps of {name}", step, steps)
+            found.append(_step(model, gradients, handle, trace))
+        comm.in_flight.end_trace()
+        if comm.rank == 0 and trace_file is not None:
+            Path(trace_file).write_text(json.dumps(trace.chrome(comm.rank)))
+        handle.detach()
+        rows += [
+            {
+                "method": name,
+                "part": part,
+                "seconds": statistics.median(parts[part][0] for parts in found),
+                "steps": statistics.median_low(parts[part][1] for parts in found),
+                "transport": getattr(comm.transport, "name", type(comm.transport).__name__),
+                "numel": sum(weight.numel() for weight in gradients),
+                "parameters": len(gradients),
+                "bucket_mb": bucket_mb,
+            }
+            for part in found[0]
+        ]
+    return rows
 
 
 def _step(
-    model: DistributedDataParallel, handle: gradwire.Handle, trace: Timeline
+    model: DistributedDataParallel,
+    gradients: Sequence[torch.Tensor],
+    handle: gradwire.Handle,
+    trace: Timeline,
 ) -> dict[str, Any]:
     """One backward pass: part -> (seconds, how often)."""
     hook: list[float] = []
@@ -196,11 +215,12 @@ def _step(
     buckets.reduce = timed  # type: ignore[method-assign]
     before = handle.stats()
     trace.clear()
-    loss = model()
+    model()
     begun = time.perf_counter()
-    loss.backward()
+    torch.autograd.backward(list(model.parameters()), gradients)
     backward = time.perf_counter() - begun
     after = handle.stats()
+    kernels, calls, bucket = (after[name] - before[name] for name in _COUNTED)
     spans = list(trace.spans)
     parts = {"hook": (sum(hook), len(hook))}
     wire = [s for s in spans if s.what.startswith(WIRE)]
@@ -208,15 +228,12 @@ def _step(
         own = [s for s in spans if s.thread == name and s not in wire]
         inside = sum(s.cpu_seconds for s in wire if s.thread == name)
         parts[name] = (sum(s.cpu_seconds for s in own) - inside, len(own))
-    kernels = after["kernel_seconds"] - before["kernel_seconds"]
     compute, count = parts["compute"]
     parts["compute"] = (compute - kernels, count)
-    bucket = after["seconds"] - before["seconds"]
     parts["python"] = (sum(seconds for seconds, _ in parts.values()), 1)
     late = [s for s in spans if s.queued_seconds and not _had_to_wait(s, wire)]
     parts["queueing"] = (sum(s.queued_seconds for s in late), len(late))
     parts["wire"] = (sum(s.seconds for s in wire), len(wire))
-    calls = after["kernel_calls"] - before["kernel_calls"]
     parts["kernels"] = (kernels, calls)
     parts["bucket"] = (bucket, len(hook))
     if len(hook) == 1:
@@ -231,35 +248,3 @@ def _had_to_wait(span: Span, wire: list[Span]) -> bool:
     end = span.begin + span.seconds
     inside = (w for w in own if span.begin <= w.begin and w.begin + w.seconds <= end)
     return any(w.seconds - w.cpu_seconds > _SLEPT_S for w in inside)
-
-
-def _profile(name: str, config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
-    """The rows of one method."""
-    layers = _Layers(config.numel, config.parameters)
-    model = DistributedDataParallel(layers, bucket_cap_mb=config.bucket_mb)
-    handle = attach(model, parse(name).options)
-    for _ in range(_WARM_UP):
-        model().backward()
-    comm = communicator()
-    trace = comm.in_flight.begin_trace()
-    steps = []
-    for step in range(config.steps):
-        progress(f"steps of {name}", step, config.steps)
-        steps.append(_step(model, handle, trace))
-    comm.in_flight.end_trace()
-    if comm.rank == 0 and config.trace is not None:
-        Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
-    handle.detach()
-    return [
-        {
-            "method": name,
-            "part": part,
-            "seconds": statistics.median(step[part][0] for step in steps),
-            "steps": statistics.median_low(step[part][1] for step in steps),
-            "transport": getattr(comm.transport, "name", type(comm.transport).__name__),
-            "numel": sum(p.numel() for p in model.parameters()),
-            "parameters": config.parameters,
-            "bucket_mb": config.bucket_mb,
-        }
-        for part in steps[0]
-    ]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +33,12 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.transport import Mixed
 from gradwire_tools.bench import memory, workers
+from gradwire_tools.bench.given import Weights, as_hook
 from gradwire_tools.bench.interleaved import quartiles
-from gradwire_tools.bench.network.world import emulable, several
+from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods as method_table
-from gradwire_tools.lab import Network
 
 KINDS = (
     row_kind(
@@ -61,16 +61,6 @@ DEFAULT_METHODS = (
 _TIMEOUT_S = 1200.0
 _SAMPLE = 1 << 20  # values whose error is measured
 _WARM_UP = 3  # torch's PowerSGD sends its first two uncompressed
-
-
-@dataclass(frozen=True)
-class Config:
-    """The arguments of every rank's worker."""
-
-    methods: tuple[str, ...]
-    numel: int
-    rounds: int
-    per_node: int
 
 
 @stamped
@@ -101,32 +91,23 @@ def run(
             network, or no lab on this machine.
         WorkerError: a rank failed.
     """
-    network = Network.parse(net)
-    names = list(methods or [])
-    names += [f"gradwire:{codec}" for codec in codecs or []]
+    names = [*(methods or []), *(f"gradwire:{codec}" for codec in codecs or [])]
     for name in names:
         method_table.parse(name).check()
     if numel is not None and numel < 1:
         raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
-    several(ranks)
-    if per_node < 1 or ranks % per_node:
-        raise ConfigError(f"--per-node {per_node}: give a number that divides the {ranks} ranks")
-    if network.shaped and ranks == per_node:
-        raise ConfigError(
-            f"--per-node {per_node}: all ranks share one machine, so nothing crosses --net {net}; "
-            "use --net none, or more ranks"
-        )
     if numel is not None:
         memory.check(f"--numel {numel} of {ranks} ranks", 4 * numel * ranks * 3)
-    emulable(network)
-    config = Config(
-        methods=tuple(names) or DEFAULT_METHODS,
-        numel=numel or (2_500_000 if quick else 25_000_000),
-        rounds=5 if quick else 9,
-        per_node=per_node,
+    world = World.here(ranks, net, per_node)
+    network = world.network
+    measuring = partial(
+        measure,
+        names or DEFAULT_METHODS,
+        numel or (2_500_000 if quick else 25_000_000),
+        5 if quick else 9,
+        per_node,
     )
-    nodes = ranks // per_node
-    for row in workers.measured(config, nodes, network, _TIMEOUT_S, advance, per_node):
+    for row in workers.measured(measuring, world, _TIMEOUT_S, advance):
         rounds = row.pop("rounds")
         limit = None
         if network.shaped:
@@ -145,36 +126,22 @@ def run(
 # ---- one rank
 
 
-def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
+def measure(
+    methods: Sequence[str], numel: int, rounds: int, per_node: int, progress: workers.Advance
+) -> list[dict[str, Any]]:
     """A row for each method; all take turns."""
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    timed_methods = [_TimedMethod(name, config.numel) for name in config.methods]
-    gradient = _gradient_of(rank, config.numel)
-    turns = _WARM_UP + config.rounds
+    timed_methods = [_TimedMethod(name, numel) for name in methods]
+    gradient = _gradient_of(dist.get_rank(), numel)
+    turns = _WARM_UP + rounds
     for turn in range(turns):
-        progress(f"turns of {', '.join(config.methods)}", turn, turns)
+        progress(f"turns of {', '.join(methods)}", turn, turns)
         for timed_method in timed_methods:
             if len(timed_methods) > 1:
                 timed_method.step(gradient, counts=False)
             timed_method.step(gradient, counts=turn >= _WARM_UP)
-    parts = [_gradient_of(r, config.numel)[:_SAMPLE].double() for r in range(world_size)]
+    parts = [_gradient_of(r, numel)[:_SAMPLE].double() for r in range(dist.get_world_size())]
     expected = torch.stack(parts).mean(0)
-    return [timed_method.row(expected, config.per_node) for timed_method in timed_methods]
-
-
-class _Matrix(torch.nn.Module):
-    """A model of one matrix of `numel` values, as square as its divisors allow; its loss has a
-    given gradient."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        side = max(d for d in range(1, int(numel**0.5) + 1) if numel % d == 0)
-        zeros = torch.zeros(side, numel // side, dtype=torch.float32)
-        self.weight = torch.nn.Parameter(zeros)
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.dot(self.weight.view(-1), gradient)
+    return [timed_method.row(expected, per_node) for timed_method in timed_methods]
 
 
 class _TimedDDP(DistributedDataParallel):
@@ -191,11 +158,7 @@ class _TimedDDP(DistributedDataParallel):
             self.seconds = time.perf_counter() - begun
             return future
 
-        timed.__annotations__ = {
-            "bucket": dist.GradBucket,
-            "return": torch.futures.Future[torch.Tensor],
-        }
-        super().register_comm_hook(state, timed)
+        super().register_comm_hook(state, as_hook(timed))
 
 
 class _TimedMethod:
@@ -204,7 +167,10 @@ class _TimedMethod:
     def __init__(self, name: str, numel: int) -> None:
         self.name = name
         self.method = method_table.parse(name)
-        self.model = _TimedDDP(_Matrix(numel), gradient_as_bucket_view=True, init_sync=False)
+        side = max(d for d in range(1, int(numel**0.5) + 1) if numel % d == 0)
+        weights = Weights([(side, numel // side)])  # as square as the divisors of numel allow
+        (self.weight,) = weights.parameters()
+        self.model = _TimedDDP(weights, gradient_as_bucket_view=True, init_sync=False)
         self.applied = self.method.apply(self.model)
         if self.method.kind == "torch_fp32":
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -217,7 +183,8 @@ class _TimedMethod:
     def step(self, gradient: torch.Tensor, counts: bool) -> None:
         self.model.zero_grad(set_to_none=False)
         sent, on_link = self.applied.traffic(self.steps).wire_bytes, _link_bytes()
-        self.model(gradient).backward()
+        self.model()
+        self.weight.backward(gradient.view_as(self.weight))
         self.steps += 1
         self.sent = self.applied.traffic(self.steps).wire_bytes - sent
         self.link_sent = _link_bytes() - on_link
@@ -227,8 +194,8 @@ class _TimedMethod:
             self.seconds.append(float(slowest))
 
     def row(self, expected: torch.Tensor, per_node: int) -> dict[str, Any]:
-        weight = self.model.module.weight
-        found = weight.grad.view(-1)[: expected.numel()].double()
+        assert self.weight.grad is not None
+        found = self.weight.grad.view(-1)[: expected.numel()].double()
         ours = self.method.kind == "gradwire"
         algorithm = str(self.method.options.get("algorithm", "sra")) if ours else "ring"
         transport = communicator().transport if ours else None
@@ -238,7 +205,7 @@ class _TimedMethod:
             "method": self.name,
             "algorithm": algorithm,
             "transport": named if ours else "gloo",
-            "numel": weight.numel(),
+            "numel": self.weight.numel(),
             "seconds": statistics.median(self.seconds),
             "seconds_quartiles": quartiles(self.seconds),
             "wire_bytes": self.sent,

@@ -20,13 +20,12 @@ import hashlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from gradwire import __version__, codecs, groups
@@ -66,7 +65,6 @@ KINDS = (
 
 CODECS = ("qsgd", "topk")
 SECONDS = 5.0
-_WORKER = "gradwire_tools.bench.network.probe"  # this module, as a program
 _TIMEOUT_S = 600.0
 _RANK_BYTES = 100 << 20  # that a process with torch takes, at least
 _SEND_BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KB to 16 MB
@@ -76,27 +74,17 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
-    """What every rank is told.
-
-    Attributes:
-        seconds: that measuring the links should take.
-    """
-
-    seconds: float = SECONDS
-
-
-@dataclass(frozen=True)
 class ProbePlan:
     """What the command line asks for.
 
     Attributes:
+        seconds: that measuring the links should take.
         fresh: whether earlier measurements are ignored.
     """
 
     world: World
     codecs: tuple[Codec, ...]
-    config: ProbeConfig
+    seconds: float
     fresh: bool
 
 
@@ -123,8 +111,7 @@ def plan(
         memory.check(f"--ranks {world.count}", world.count * _RANK_BYTES)
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigError(f"--seconds {seconds:g}: give seconds above 0, {MOST_SECONDS:g} at most")
-    made = tuple(codecs.get(name) for name in names)
-    return ProbePlan(world, made, ProbeConfig(seconds), fresh)
+    return ProbePlan(world, tuple(codecs.get(name) for name in names), seconds, fresh)
 
 
 @stamped
@@ -133,46 +120,46 @@ def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[R
 
     Raises:
         WorkerError: a rank failed.
-        TransportError: torchrun's ranks cannot be joined, or one failed.
+        TransportError: torchrun's ranks cannot be joined.
     """
     world = wanted.world
-    found = join(wanted) if world.joins else _started(wanted, advance)
-    cached = found["cached"]
-    where = {"ranks": world.count, "net": world.net, "cached": cached}
+    file = cache_file([socket.gethostname()] * world.count, str(world.network))
+    # Nothing here tells by which cards and network torchrun's ranks are joined.
+    known = None if wanted.fresh or world.joins else kept(file)
+    found = known or {"rows": join(wanted, advance), "measured": _now()}
+    if known is None and not world.joins:
+        write_whole(file, json.dumps(found))
+    where = {**world.keys, "cached": known is not None}
     for row in found["rows"]:
         yield {**row, **where, "measured": found["measured"]}
-    known = curves.measured(wanted.codecs, fresh=wanted.fresh and not cached, advance=advance)
+    costs = curves.measured(wanted.codecs, fresh=wanted.fresh, advance=advance)
     for codec in wanted.codecs:
-        for form, (call, value, payload) in known.codecs[str(codec)].items():
-            costs = {"call": call, "value": value, "payload": payload}
-            named = {"part": "curve", "codec": str(codec), "form": form}
-            yield {**named, **costs, "threads": known.threads, **where}
+        for form, (call, value, payload) in costs.codecs[str(codec)].items():
+            yield {
+                "part": "curve",
+                "codec": str(codec),
+                "form": form,
+                "call": call,
+                "value": value,
+                "payload": payload,
+                "threads": costs.threads,
+                **where,
+            }
 
 
-def _started(wanted: ProbePlan, advance: workers.Advance | None) -> Row:
-    """Pairs and sends of ranks that are started here, or as they are known."""
-    count, network = wanted.world.count, wanted.world.network
-    file = cache_file([socket.gethostname()] * count, wanted.world.net)
-    known = None if wanted.fresh else kept(file)
-    if known is not None:
-        return known
-    return keep(file, workers.rows(_WORKER, wanted.config, count, network, _TIMEOUT_S, advance))
+def join(wanted: ProbePlan, advance: workers.Advance | None = None) -> list[Row]:
+    """Pairs and sends, of ranks that are started here or as one of those of torchrun."""
+    return workers.measured(partial(measure, wanted.seconds), wanted.world, _TIMEOUT_S, advance)
 
 
-def join(wanted: ProbePlan) -> Row:
-    """As one of the ranks that torchrun has started: pairs and sends, alike on all ranks. They are
-    measured each time: nothing here tells by which cards and network ranks are joined."""
-    with wanted.world.joined():
-        return {"measured": now(), "rows": measure(wanted.config), "cached": False}
+# ---- one rank
 
 
-# ---- a rank, started on every node or by torchrun
-
-
-def measure(config: ProbeConfig) -> list[Row]:
-    """Rows of pairs and sends, in the default group; alike on all ranks."""
+def measure(seconds: float, progress: workers.Advance) -> list[Row]:
+    """Rows of pairs and sends, alike on all ranks; measuring the links should take `seconds`."""
+    progress("links", 0, 1)
     comm = groups.communicator()
-    links = measure_links(comm, config.seconds)
+    links = measure_links(comm, seconds)
     rows: list[Row] = []
     for i in range(links.ranks):
         for j in range(links.ranks):
@@ -182,22 +169,11 @@ def measure(config: ProbeConfig) -> list[Row]:
                 rows.append({"part": "pair", "from": i, "to": j, **costs})
     beta = links.beta[0][1]
     sizes = [size for size in _SEND_BYTES if size * beta < _SEND_S or size == _SEND_BYTES[0]]
-    for nbytes, seconds in measure_sends(comm, sizes).items():
-        rows.append({"part": "send", "bytes": nbytes, "seconds": seconds})
+    for nbytes, took in measure_sends(comm, sizes).items():
+        rows.append({"part": "send", "bytes": nbytes, "seconds": took})
     assert dist.group.WORLD is not None
     groups.release(dist.group.WORLD)  # before rank 0, which has the store, may end
     return rows
-
-
-def main(arguments: list[str]) -> None:
-    """Measure, and on rank 0 report."""
-    config, events = workers.configured(ProbeConfig, arguments)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    events.progress("links", 0, 1)
-    events.rows(measure(config))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # ---- the cache
@@ -210,28 +186,15 @@ def cache_file(hosts: Sequence[str], net: str) -> Path:
     return kernel_cache.folder() / f"probe-{name}.json"
 
 
-def keep(file: Path, rows: list[Row]) -> Row:
-    """Keep rows; what has just been kept."""
-    measured = now()
-    write_whole(file, json.dumps({"measured": measured, "rows": rows}))
-    return {"measured": measured, "rows": rows, "cached": False}
-
-
-def now() -> str:
-    """The time, in UTC."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
 def kept(file: Path) -> Row | None:
-    """What was kept, or None."""
+    """`rows` and when they were `measured`, or None."""
     try:
-        found = json.loads(file.read_text())
-        measured, rows = found["measured"], found["rows"]
-        whole = {row["part"] for row in rows} == {"pair", "send"}
+        found: Row = json.loads(file.read_text())
+        whole = {row["part"] for row in found["rows"]} == {"pair", "send"} and "measured" in found
     except (OSError, ValueError, TypeError, KeyError):
         return None  # it is measured again
-    return {"measured": measured, "rows": rows, "cached": True} if whole else None
+    return found if whole else None
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from gradwire.errors import ConfigError
 from gradwire.transport import Mixed, TorchP2P, Transport, shm_library
 from gradwire_tools.bench import memory, workers
+from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.lab import Network
 
 KINDS = (
     row_kind(
@@ -44,14 +44,6 @@ _STREAM_BYTES = 1 << 25  # in flight per turn, in at most _STREAM_MOST messages
 _STREAM_MOST = 64
 _TURN_S = 0.03  # of round trips per turn, by gloo's latency
 _TAGS = 1 << 10  # tags per measurement: each message in flight has its own, as in the engine
-
-
-@dataclass(frozen=True)
-class Config:
-    """The arguments of both ranks."""
-
-    sizes: tuple[int, ...]
-    turns: int
 
 
 @stamped
@@ -79,24 +71,23 @@ def run(
     reason = shm_library.unavailable()
     if reason is not None:
         raise ConfigError(f"no shared memory here: {reason}")
-    config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21)
-    yield from workers.measured(config, 2, Network.parse("none"), _TIMEOUT_S, advance)
+    measuring = partial(measure, [int(size) for size in sizes or SIZES], 7 if quick else 21)
+    yield from workers.measured(measuring, World.here(2, "none"), _TIMEOUT_S, advance)
 
 
 # ---- one of the two ranks
 
 
-def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
+def measure(sizes: Sequence[int], turns: int, progress: workers.Advance) -> list[dict[str, Any]]:
     """Rows of both transports, interleaved."""
     torch.set_num_threads(1)
-    _pin_to_core(int(os.environ["RANK"]))
-    dist.init_process_group("gloo")
+    _pin_to_core(dist.get_rank())
     transports: dict[str, Transport] = {"shm": Mixed(), "gloo": TorchP2P(dist.new_group())}
     assert transports["shm"].reached, "shared memory does not reach the other rank"
     tags = itertools.count(step=_TAGS)
     rows = []
-    for index, size in enumerate(config.sizes):
-        progress(f"messages of {size} bytes", index, len(config.sizes))
+    for index, size in enumerate(sizes):
+        progress(f"messages of {size} bytes", index, len(sizes))
         data = torch.zeros(size, dtype=torch.uint8)
         count = max(2, min(_STREAM_MOST, _STREAM_BYTES // size))
         messages = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
@@ -106,7 +97,7 @@ def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
         times = max(3, min(300, int(_TURN_S / float(share))))
         latencies: dict[str, list[float]] = {name: [] for name in transports}
         streams: dict[str, list[float]] = {name: [] for name in transports}
-        for turn in range(1 + config.turns):  # the first warms up
+        for turn in range(1 + turns):  # the first warms up
             for name, transport in transports.items():
                 trips = round_trips(transport, data, times, next(tags))
                 stream = one_way(transport, messages, next(tags))

@@ -14,36 +14,56 @@ from gradwire_tools.lab import Network, available
 class World:
     """
     Attributes:
-        network: between ranks that are started here.
+        network: between the nodes of ranks that are started here.
         joins: whether this process is one of the ranks, which torchrun has started.
+        per_node: ranks on each node.
     """
 
     count: int
     network: Network
-    joins: bool
+    joins: bool = False
+    per_node: int = 1
+
+    @classmethod
+    def here(cls, count: int, net: str, per_node: int = 1) -> World:
+        """Ranks that are started here.
+
+        Args:
+            net: RATE,LATENCY between nodes, or none.
+
+        Raises:
+            ConfigError: fewer than two ranks, nodes that do not share them evenly, or an impossible
+                network.
+        """
+        network = Network.parse(net)
+        several(count)
+        if per_node < 1 or count % per_node:
+            raise ConfigError(
+                f"--per-node {per_node}: give a number that divides the {count} ranks"
+            )
+        if network.shaped and count == per_node:
+            raise ConfigError(
+                f"--per-node {per_node}: all ranks share one machine, so nothing crosses "
+                f"--net {net}; use --net none, or more ranks"
+            )
+        emulable(network)
+        return cls(count, network, per_node=per_node)
 
     @classmethod
     def of(cls, wanted: int | None, net: str, environment: Mapping[str, str]) -> World:
-        """As many as torchrun has started, else as wanted.
-
-        Args:
-            wanted: None is 2, or those of torchrun.
-            net: RATE,LATENCY between ranks that are started here, or none.
+        """As many as torchrun has started, else as wanted; None is 2, or those of torchrun.
 
         Raises:
-            ConfigError: fewer than two ranks, other than torchrun's, or an impossible network.
+            ConfigError: as `here`, or other than torchrun's.
         """
         started = started_by_torchrun(environment)
-        network = Network.parse(net)
         if started == 1:
-            count = 2 if wanted is None else wanted
-            several(count)
-            emulable(network)
-            return cls(count, network, joins=False)
+            return cls.here(2 if wanted is None else wanted, net)
         if wanted not in (None, started):
             raise ConfigError(
                 f"--ranks {wanted}: torchrun has started {started} ranks; leave it out"
             )
+        network = Network.parse(net)
         if network.shaped:
             raise ConfigError(
                 f"--net {net}: under torchrun the network between its ranks is measured; "
@@ -52,9 +72,14 @@ class World:
         return cls(started, network, joins=True)
 
     @property
-    def net(self) -> str:
-        """The network's name in rows."""
-        return "as it is" if self.joins else str(self.network)
+    def nodes(self) -> int:
+        """The machines of ranks that are started here."""
+        return self.count // self.per_node
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """What rows say of it."""
+        return {"ranks": self.count, "net": "as it is" if self.joins else str(self.network)}
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -89,10 +114,11 @@ def started_by_torchrun(environment: Mapping[str, str]) -> int:
     return max(1, int(world_size))
 
 
-def several(ranks: int) -> None:
-    """Refuse fewer than two ranks, by a ConfigError."""
+def several(ranks: int, option: str = "") -> None:
+    """Refuse fewer than two ranks, by a ConfigError that names the option."""
     if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+        named = option or f"--ranks {ranks}"
+        raise ConfigError(f"{named}: one rank sends nothing; use 2 ranks or more")
 
 
 def emulable(*networks: Network, instead: str = "use --net none") -> None:
