@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from saved_jobs import (
     END,
+    KEPT,
     KINDS,
     MOVED,
     POLICIES,
     SAVED,
     SKETCHED,
     WAYS,
+    WITHOUT,
     Job,
     assert_loaded,
     references,
@@ -44,7 +46,8 @@ def each_kind_resumes(rank: int, folder: Path) -> None:
         for number, kind in enumerate(KINDS):
             planned(monkey, [SKETCHED])
             first = Job(kind)
-            first.train(0, SAVED)
+            at, end = WITHOUT if kind in KEPT or kind == "aggregating" else (SAVED, END)
+            first.train(0, at)
             if kind == "weights kept as reference":  # the last version was gathered before
                 with torch.no_grad():
                     first.loss(0)
@@ -59,18 +62,19 @@ def each_kind_resumes(rank: int, folder: Path) -> None:
             weights = first.weights()
             if kind in POLICIES:
                 first.changes()
-            expected, decided = first.train(SAVED, END), first.decisions()
+            expected, decided = first.train(at, end), first.decisions()
             assert kind not in POLICIES or expected[0][-1] != expected[-1][-1], decided
             planned(monkey, [SKETCHED])
             again = Job(kind)
             again.has(weights)
             again.loads("rank 0", folder / kind, full)
-            for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
+            ways = (*WAYS[number % 3 :], *WAYS[: number % 3])
+            for way in ways if kind in MOVED else ("own",):
                 again.loads(way, folder / kind, full)
                 assert kind == "automatic" or again.state() == state, (kind, way)
             if kind in POLICIES:
                 again.changes()
-            found = again.train(SAVED, END)
+            found = again.train(at, end)
             if kind == "automatic":  # which begins anew
                 assert all(how == found[-1][-1] for how in on_all(found[-1][-1]))
                 continue
@@ -84,7 +88,7 @@ def each_kind_resumes(rank: int, folder: Path) -> None:
                     first.loss(0)
                 first.has(weights)
                 first.loads("full", folder / kind, full)
-                assert first.train(SAVED, END) == expected, kind
+                assert first.train(at, end) == expected, kind
             if kind == "remembering":
                 how_values_were_rounded_does_not_matter(first)
             if first.many:
@@ -102,7 +106,8 @@ def each_kind_moves(rank: int, folder: Path, then: Path | None = None) -> None:
             job = Job(kind)
             full = torch.load(folder / kind / "full.pt", weights_only=True)
             job.loads("rank 0", folder / kind, full)
-            job.train(SAVED, SAVED + 1)
+            if job.many:
+                job.train(0, 1)
             states = set()
             for way in WAYS:
                 job.loads(way, folder / kind, full)
