@@ -89,12 +89,14 @@ MADE: dict[str, Any] = {
     made.__name__: made for made in (remembering, learning, choosing_both, automatic, weighing)
 }
 POLICIES = ("remembering", "learning", "choosing_both")
+EVALUATED = "weights kept as reference, and evaluated"  # the last version was gathered already
 KEPT = {f"weights kept as {keep}": keep for keep in (None, "none", "reference")}
+KEPT[EVALUATED] = "reference"
 MADE |= {"aggregating": aggregating}
 MADE |= {name: partial(many_parameters, keep=keep) for name, keep in KEPT.items()}
 KINDS = [kind for kind in MADE if kind != "weighing"]  # do not depend on what was measured
-# Which states differ: a state has nothing of payloads, whether they are kept or not.
-MOVED = [kind for kind in KINDS if KEPT.get(kind, "reference") == "reference"]
+# Whose states differ: a state has nothing of payloads, whether they are kept or not.
+MOVED = [k for k in KINDS if KEPT.get(k, "reference") == "reference" and k != EVALUATED]
 
 
 class Job:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from saved_jobs import (
     END,
+    EVALUATED,
     KEPT,
     KINDS,
     MOVED,
@@ -48,7 +49,7 @@ def each_kind_resumes(rank: int, folder: Path) -> None:
             first = Job(kind)
             at, end = WITHOUT if kind in KEPT or kind == "aggregating" else (SAVED, END)
             first.train(0, at)
-            if kind == "weights kept as reference":  # the last version was gathered before
+            if kind == EVALUATED:
                 with torch.no_grad():
                     first.loss(0)
             first.save(folder / kind)
@@ -56,7 +57,7 @@ def each_kind_resumes(rank: int, folder: Path) -> None:
             assert len(owed(full)) == 3 + first.many
             assert all(residual.any() for residual in owed(full).values())
             assert len(full["ranks"]) == full["world_size"] == dist.get_world_size()
-            assert bool(references(full)) == (kind in ("learning", "weights kept as reference"))
+            assert bool(references(full)) == (kind == "learning" or KEPT.get(kind) == "reference")
             if kind == "aggregating":
                 assert not torch.equal(*residuals(full))  # rank 0's says nothing of rank 1's
             weights = first.weights()
