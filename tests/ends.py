@@ -56,6 +56,14 @@ def raised(error: BaseException) -> End:
     return End(None, type(error).__name__, str(error), peer, time.monotonic(), stack)
 
 
+def ended(body: Callable[[], Any]) -> End:
+    """How `body` ends."""
+    try:
+        return End(body(), at=time.monotonic())
+    except BaseException as error:
+        return raised(error)
+
+
 def report(begun: float, found: Sequence[End]) -> str:
     """How and when every rank ended, in chronological order; last the ranks that still run."""
     lines = ["Every rank, in the order of time:"]
@@ -181,14 +189,15 @@ def _process(  # type: ignore[no-untyped-def]
     os.environ.update(environment)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file)
-        try:
+
+        def run() -> Any:
             if backend is not None:
                 dist.init_process_group(
                     backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
                 )
-            end = End(body(rank, *args), at=time.monotonic())
-        except BaseException as error:
-            end = raised(error)
+            return body(rank, *args)
+
+        end = ended(run)
         try:
             theirs.send(end)
         except Exception as error:  # the value cannot be pickled

@@ -5,12 +5,15 @@ If one fails, the test's report tells how every rank ended, in chronological ord
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -18,8 +21,11 @@ import torch.distributed as dist
 
 from ends import GRACE, End, ends, raised, report
 from fifo import FifoHub
+from gradwire import ConfigError
 from gradwire.engine import Communicator
 from gradwire.transport import Hub
+
+Check = Callable[[int], Any]
 
 WORLD_SIZES = [1, 2, 3, 4, 5, 8]
 
@@ -84,6 +90,14 @@ def caught(body: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+def refuses(said: str, call: Callable[[], Any]) -> str:
+    """Assert that `call` raises a ConfigError with this text; returns all that the error says."""
+    error = caught(call)
+    assert isinstance(error, ConfigError), (said, error)
+    assert said in str(error), (said, error)
+    return str(error)
+
+
 def as_processes(
     world_size: int,
     body: Callable[..., Any],
@@ -110,36 +124,83 @@ def as_processes(
     return [end.value for end in found]
 
 
-def check_each(rank: int, checks: Sequence[Callable[..., None]], *args: Any) -> dict[str, str]:
+def check_each(rank: int, checks: Sequence[Callable[..., Any]], *args: Any) -> dict[str, str]:
     """Run every check, even after one has failed; returns the stacks of those that failed.
 
     Arguments are (rank, *args), or as many of them as a check has parameters. All ranks wait for
-    each other behind every check, through the store, since a failed one may have broken the group.
+    each other behind every check, through the store, since a failed one may have broken the group;
+    where a rank does not end a check that failed on this one, no other check runs.
     """
-    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    failed = {}
+    return _results(rank, checks, args)[1]
+
+
+def _results(
+    rank: int, checks: Sequence[Callable[..., Any]], args: Sequence[Any]
+) -> tuple[list[Any], dict[str, str]]:
+    """What the checks returned, and the stacks of those that failed, by name."""
+    store = dist.distributed_c10d._get_default_store().clone()  # one client waits at a time
+    ranks = range(dist.get_world_size())
+    found: list[Any] = []
+    failed: dict[str, str] = {}
     for check in checks:
+        name = _named(check)
         try:
-            check(*(rank, *args)[: len(inspect.signature(check).parameters)])
+            found.append(check(*(rank, *args)[: _positional(check)]))
         except BaseException:
-            failed[check.__name__] = traceback.format_exc()
+            failed[name] = traceback.format_exc()
         number = next(_checks)
         store.set(f"check {number} of {rank}", b"")
-        store.wait([f"check {number} of {r}" for r in range(size)])
-    return failed
+        try:
+            every = [f"check {number} of {r}" for r in ranks]
+            store.wait(every, timedelta(seconds=GRACE if name in failed else 600))
+        except dist.DistStoreError:
+            failed[name] = f"{failed.get(name, '')}it does not end on all ranks"
+            break
+        gc.collect()
+    return found, failed
+
+
+def _positional(check: Callable[..., Any]) -> int:
+    """How many arguments it takes that have no value yet."""
+    kinds = [one.kind for one in inspect.signature(check).parameters.values()]
+    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _named(check: Callable[..., Any]) -> str:
+    """As a call, if it has arguments of its own."""
+    if not isinstance(check, functools.partial):
+        return str(getattr(check, "__name__", check))
+    given = [repr(value)[:80] for value in check.args]
+    given += [f"{key}={repr(value)[:80]}" for key, value in check.keywords.items()]
+    return f"{check.func.__name__}({', '.join(given)})"
+
+
+def each(check: Callable[..., Any], *rows: Any) -> list[Check]:
+    """The check with each row: an argument behind the rank, or a tuple of several."""
+    names = list(inspect.signature(check).parameters)[1:]
+    given = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [functools.partial(check, **dict(zip(names, row, strict=False))) for row in given]
 
 
 def all_pass(
-    world_size: int, checks: Sequence[Callable[..., None]], *args: Any, **how: Any
-) -> None:
-    """Run checks on processes that share one start; the error has every one that failed by name.
+    world_size: int, checks: Sequence[Callable[..., Any]], *args: Any, **how: Any
+) -> list[list[Any]]:
+    """Run checks on processes that share one start, which costs more than most checks do; returns
+    their results, by check in rank order. The error has every one that failed by name.
 
     See `check_each`, and `as_processes` for `how`.
     """
-    found = as_processes(world_size, check_each, checks, *args, **how)
+    found = as_processes(world_size, _results, checks, args, **how)
     faults = [
         f"{name}, rank {rank} of {world_size}:\n{stack}"
-        for rank, failed in enumerate(found)
+        for rank, (_, failed) in enumerate(found)
         for name, stack in failed.items()
     ]
     assert not faults, "\n".join(faults)
+    return [list(of) for of in zip(*(results for results, _ in found), strict=True)]
+
+
+def together(world_size: int, *checks: Check, **how: Any) -> list[list[Any]]:
+    """`all_pass` where the group's timeout is longer than its deadline, so that an error that only
+    a timeout would tell is a failure."""
+    return all_pass(world_size, checks, **{"timeout": 600.0, "deadline": 240.0, **how})

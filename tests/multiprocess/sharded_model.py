@@ -65,6 +65,8 @@ def replicated(replicas: int) -> DeviceMesh:
 
 # ---- training
 
+Gradients = Mapping[str, torch.Tensor | None]
+
 
 def batch(step: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -172,6 +174,33 @@ def unlike(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     every = on_all(mine)
     assert all(list(one) == list(mine) for one in every)
     return [name for name in mine if len({one[name] for one in every}) > 1]
+
+
+def assert_as_asked(
+    expected: Gradients,
+    found: Gradients,
+    compressed: Collection[str],
+    near: float = 0.6,
+    sums: float = 0.0,
+) -> None:
+    """Of compressed parameters gradients are near FSDP2's, others are the same, bit for bit, or but
+    for a relative difference of sums."""
+    assert list(expected) == list(found)
+    for name, gradient in expected.items():
+        if gradient is None or not gradient.numel():
+            assert same(gradient, found[name]), name
+        elif name in compressed:
+            assert not torch.equal(gradient, found[name]), name
+            assert (gradient - found[name]).norm() < near * gradient.norm(), name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=sums, atol=1e-6 * bool(sums))
+
+
+def added(total: dict[str, torch.Tensor], gradients: Gradients, times: float = 1.0) -> None:
+    """Add gradients to those of other steps."""
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            total[name] = total.get(name, 0.0) + gradient.double() * times
 
 
 # ---- states

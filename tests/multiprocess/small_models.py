@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,17 +100,3 @@ def sharded(model: nn.Module, of: Any = None, **options: Any) -> nn.Module:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
-
-
-def run_all(rank: int, scenarios: list[Callable[[], None]]) -> dict[str, str]:
-    """Every scenario's verdict; after a failure the others still run."""
-    warnings.simplefilter("ignore")
-    assert dist.get_backend() == "gradwire"
-    verdicts = {}
-    for scenario in scenarios:
-        try:
-            scenario()
-            verdicts[scenario.__name__] = "passed"
-        except BaseException:
-            verdicts[scenario.__name__] = traceback.format_exc()
-    return verdicts

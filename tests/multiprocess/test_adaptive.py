@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 import torch.distributed as dist
 from adaptive_model import FOUR, MATRICES, OFTEN, meshed, methods, model_of, steps, until_decided
 from sharded_model import dumped, loaded, on_all, unlike
-from together import Check, together
 
 import gradwire as gw
 from gradwire.controllers import Policy
-from ranks import caught
+from ranks import Check, caught, each, refuses, together
 from rooms.integrations import deciding
 
 pytestmark = pytest.mark.multiprocess
@@ -47,7 +45,7 @@ def a_policy_changes_the_plan(
     assert row["error"] == row["uniform_error"] == pytest.approx(row["budget"])
     if kind == "ddp":
         assert not unlike(dict(model.named_parameters()))
-    assert "the policy lgreco changes" in str(caught(lambda: handle.update(bits=3)))
+    refuses("the policy lgreco changes", lambda: handle.update(bits=3))
     state, before = loaded(dumped(handle.state_dict())), found
     handle.detach()
     again: Any = gw.attach(model, codec, policy="lgreco", **how)
@@ -55,17 +53,8 @@ def a_policy_changes_the_plan(
     assert methods(again) == before
     assert again.adaptation.passes == state["policy"]["passes"]
     steps(model, 500, 502)
-    bad = caught(lambda: again.load_state_dict({**state, "policy": {"passes": 3}}))
-    assert "for 'policy'" in str(bad)
-
-
-def mixed_choices_need_error_feedback_and_ddp(rank: int) -> None:
-    mixed = {"policy": "lgreco", "replan": gw.Replan(mixed=True)}
-    bad = caught(lambda: gw.attach(model_of("ddp"), "qsgd:bits=4", **mixed))
-    assert "0.weight has no error feedback" in str(bad)
-    bad = caught(lambda: gw.attach(model_of("fsdp2"), "qsgd:bits=4", error_feedback=True, **mixed))
-    assert "mixed=True) is for DDP" in str(bad)
-    assert "mixed=1" in str(caught(lambda: gw.Replan(mixed=1)))
+    bad = {**state, "policy": {"passes": 3}}
+    refuses("for 'policy'", lambda: again.load_state_dict(bad))
 
 
 def a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) -> None:
@@ -191,8 +180,8 @@ def weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
     until_decided(model, handle, 2, 1)
     assert {row["of"] for row in handle.adaptation.history} == {"gradients"}
     handle.detach()
-    only = caught(lambda: gw.attach(model, None, policy="lgreco", **given))
-    assert 'with keep="reference" differences of weights are sent' in str(only)
+    said = 'with keep="reference" differences of weights are sent'
+    refuses(said, lambda: gw.attach(model, None, policy="lgreco", **given))
 
 
 def a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> None:
@@ -224,26 +213,31 @@ def a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> N
         assert row["changed"] == 0
 
 
+class Unnamed(Policy):
+    pass
+
+
 def bad_input_is_named(rank: int) -> None:
-    def error(**arguments: Any) -> str:
-        return str(caught(lambda: gw.attach(model_of("ddp"), **arguments)))
-
-    assert "give a policy" in error(policy=3)
-
-    class Unnamed(Policy):
-        pass
-
-    assert "its class has no name" in error(policy=Unnamed())
-    assert "unknown policy 'greedy'" in error(policy="greedy")
-    assert "give policy, too" in error(replan=OFTEN)
-    assert "no choices around" in error(codec="terngrad", policy=gw.LGreco())
-    assert "no choices around" in error(codec="qsgd:rounding=nearest", policy=gw.LGreco())
-    assert "several methods" in error(codecs={"0.weight": "qsgd:bits=2"}, policy=gw.LGreco())
-    assert "nothing is compressed" in error(codec=None, policy=gw.LGreco())
-    different = gw.Replan(every=50 + rank)
-    assert "disagree" in error(policy=gw.LGreco(), replan=different)
-    for wrong in ({"every": 0}, {"average": 600}, {"share": 0}, {"metric": "l1"}, {"alpha": -1}):
-        assert "Replan: " in str(caught(lambda wrong=wrong: gw.Replan(**wrong)))
+    lgreco, mixed = {"policy": "lgreco"}, {"replan": gw.Replan(mixed=True)}
+    for said, given in (
+        ("give a policy", {"policy": 3}),
+        ("its class has no name", {"policy": Unnamed()}),
+        ("unknown policy 'greedy'", {"policy": "greedy"}),
+        ("give policy, too", {"replan": OFTEN}),
+        ("no choices around", {"codec": "terngrad", **lgreco}),
+        ("no choices around", {"codec": "qsgd:rounding=nearest", **lgreco}),
+        ("several methods", {"codecs": {"0.weight": "qsgd:bits=2"}, **lgreco}),
+        ("nothing is compressed", {"codec": None, **lgreco}),
+        ("disagree", {"replan": gw.Replan(every=50 + rank), **lgreco}),
+        ("0.weight has no error feedback", {"codec": "qsgd:bits=4", **lgreco, **mixed}),
+    ):
+        refuses(said, lambda given=given: gw.attach(model_of("ddp"), **given))
+    how = {"error_feedback": True, **lgreco, **mixed}
+    refuses("mixed=True) is for DDP", lambda: gw.attach(model_of("fsdp2"), "qsgd:bits=4", **how))
+    for wrong in (
+        {"every": 0}, {"average": 600}, {"share": 0}, {"metric": "l1"}, {"alpha": -1}, {"mixed": 1},
+    ):  # fmt: skip
+        refuses("Replan: ", lambda wrong=wrong: gw.Replan(**wrong))
 
 
 def a_single_rank_has_nothing_to_decide(rank: int) -> None:
@@ -254,22 +248,16 @@ def a_single_rank_has_nothing_to_decide(rank: int) -> None:
     assert handle.adaptation is None  # a single rank sends nothing
 
 
-def of(check: Any, *rows: tuple[Any, ...]) -> list[Check]:
-    """The check with each row of arguments."""
-    names = check.__code__.co_varnames[1:]
-    return [partial(check, **dict(zip(names, row, strict=False))) for row in rows]
-
-
 CHECKS: dict[int, list[Check]] = {
     2: [
-        *of(
+        *each(
             a_policy_changes_the_plan,
             ("ddp", FOUR, True, True),
             ("fsdp2", "topk:density=0.05", True),
         ),
-        *of(a_stale_plan_is_renewed_before_its_period_ends, ("ddp",)),
-        *of(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion",)),
-        *of(
+        *each(a_stale_plan_is_renewed_before_its_period_ends, ("ddp",)),
+        *each(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion",)),
+        *each(
             a_policy_chooses_bits_of_weights,
             ("qsgd:bits=4", "randomshift:bits=5", "none"),
             (None, "randomshift:bits=5", "payload"),
@@ -277,26 +265,25 @@ CHECKS: dict[int, list[Check]] = {
         weights_that_are_sent_as_differences_stay_as_they_are,
         a_policy_goes_on_after_recover,
         a_policy_works_where_a_mesh_has_one_rank_in_a_dimension,
-        *of(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy"), (0, "exit")),
-        mixed_choices_need_error_feedback_and_ddp,
+        *each(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy"), (0, "exit")),
         bad_input_is_named,
         a_single_rank_has_nothing_to_decide,
     ],
-    3: of(a_policy_changes_the_plan, ("fsdp2", "qsgd:bits=4", False)),
+    3: each(a_policy_changes_the_plan, ("fsdp2", "qsgd:bits=4", False)),
 }
 MORE: dict[int, list[Check]] = {
     2: [
-        *of(
+        *each(
             a_policy_changes_the_plan,
             ("ddp", "qsgd:bits=4", False),
             ("ddp", "powersgd:rank=4", False),
         ),
-        *of(a_stale_plan_is_renewed_before_its_period_ends, ("fsdp2",)),
-        *of(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion-lgreco",)),
+        *each(a_stale_plan_is_renewed_before_its_period_ends, ("fsdp2",)),
+        *each(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion-lgreco",)),
     ],
     3: [
-        *of(a_policy_changes_the_plan, ("ddp", "topk:density=0.05", True)),
-        *of(a_policy_chooses_bits_of_weights, (None, "qsgd:bits=4:rounding=nearest", "payload")),
+        *each(a_policy_changes_the_plan, ("ddp", "topk:density=0.05", True)),
+        *each(a_policy_chooses_bits_of_weights, (None, "qsgd:bits=4:rounding=nearest", "payload")),
     ],
 }
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 from adaptive_model import FOUR, methods, model_of, steps, until_decided
 from sharded_model import digest, dumped, loaded, on_all
-from together import together
 
 import gradwire as gw
-from ends import ends
 from gradwire.controllers import Budget, Layer, Policy
-from products import EXHAUSTIVE, one_in
+from products import EXHAUSTIVE
+from ranks import each, together
 from rooms.integrations import Decider, Switch, deciding
 
 pytestmark = pytest.mark.multiprocess
@@ -227,6 +224,13 @@ def a_detached_policy_stops_after_the_running_table(rank: int) -> None:
     assert handle.history() == []
 
 
+UNPLANNED = {
+    "infeasible": "no plan is within",
+    "not finite": "has an error that is not finite",
+    "singular": "3 without a gradient as in the uniform plan",
+}
+
+
 def where_no_plan_can_be_chosen_the_reference_stays(rank: int, what: str) -> None:
     model = model_of("ddp")
     alpha = 1e-6 if what == "infeasible" else 1.0
@@ -241,13 +245,8 @@ def where_no_plan_can_be_chosen_the_reference_stays(rank: int, what: str) -> Non
     before = methods(handle)
     until_decided(model, handle, 2, 0)
     first, second = handle.adaptation.history[:2]
-    expected = {
-        "infeasible": "no plan is within",
-        "not finite": "has an error that is not finite",
-        "singular": "3 without a gradient as in the uniform plan",
-    }
-    assert expected[what] in first["line"]
-    assert expected[what] in second["line"]
+    assert UNPLANNED[what] in first["line"]
+    assert UNPLANNED[what] in second["line"]
     assert methods(handle) == before
     assert first["changed"] == second["changed"] == 0
     if what == "not finite":  # JSON has no such numbers
@@ -255,16 +254,12 @@ def where_no_plan_can_be_chosen_the_reference_stays(rank: int, what: str) -> Non
 
 
 def test_ranks_never_disagree_on_a_plan() -> None:
-    saved = a_state_saved_while_ranks_decide_is_the_same_plan_on_all
-    slow = a_slow_rank_delays_the_plan_and_not_training
-    stays = where_no_plan_can_be_chosen_the_reference_stays
     together(
         2,
-        partial(ranks_never_disagree, kind="ddp", codec=FOUR, count=4),
-        partial(ranks_never_disagree, kind="fsdp2", codec=FOUR, count=4),
-        *(partial(saved, moment=moment) for moment in ("decides", "prepares")),
-        *(partial(stays, what=what) for what in ("infeasible", "not finite", "singular")),
-        partial(slow, kind="ddp"),
+        *each(ranks_never_disagree, ("ddp", FOUR, 4), ("fsdp2", FOUR, 4)),
+        *each(a_state_saved_while_ranks_decide_is_the_same_plan_on_all, "decides", "prepares"),
+        *each(where_no_plan_can_be_chosen_the_reference_stays, *UNPLANNED),
+        *each(a_slow_rank_delays_the_plan_and_not_training, "ddp"),
         a_detached_policy_stops_after_the_running_table,
         a_ruling_that_comes_too_late_for_a_rank_changes_no_plan,
         windows_that_end_meanwhile_are_skipped,
@@ -273,7 +268,7 @@ def test_ranks_never_disagree_on_a_plan() -> None:
 
 @EXHAUSTIVE
 def test_a_slow_rank_delays_the_plan_of_fsdp2() -> None:
-    together(2, partial(a_slow_rank_delays_the_plan_and_not_training, kind="fsdp2"))
+    together(2, *each(a_slow_rank_delays_the_plan_and_not_training, "fsdp2"))
 
 
 @EXHAUSTIVE
@@ -288,8 +283,7 @@ def test_a_slow_rank_delays_the_plan_of_fsdp2() -> None:
 def test_ranks_never_disagree_in_many_switches(
     kind: str, ranks: int, codec: str, count: int
 ) -> None:
-    often = partial(ranks_never_disagree, kind=kind, codec=codec, count=count)
-    together(ranks, often)
+    together(ranks, *each(ranks_never_disagree, (kind, codec, count)))
 
 
 def windows_that_end_meanwhile_are_skipped(rank: int) -> None:
@@ -337,28 +331,3 @@ def a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:
     assert row["changed"] == 0
     steps(model, 300, 303)
     assert handle.plan.version == 0
-
-
-def dies(rank: int, kind: str, where: str) -> None:
-    """A rank dies while it decides, or while it prepares what was decided."""
-    if rank == 1:
-        of: Any = {"decides": (Decider, "_tables"), "prepares": (Switch, "_prepare")}[where]
-        setattr(*of, lambda *_: os._exit(1))
-    model = model_of(kind)
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
-    uniform = methods(handle)
-    try:
-        steps(model, 0, 1_000_000)
-    finally:
-        assert methods(handle) == uniform
-        assert handle.plan.version == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "where"), one_in(3, [("ddp", "prepares"), ("ddp", "decides"), ("fsdp2", "decides")])
-)
-def test_a_rank_that_dies_while_it_decides_is_named(kind: str, where: str) -> None:
-    found = ends(3, dies, kind, where, timeout=600, unawaited=(1,))
-    for end in (found[0], found[2]):
-        assert (end.error, end.peer) == ("TransportError", 1), end
-        assert "rank 1" in end.text

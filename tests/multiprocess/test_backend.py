@@ -1,4 +1,5 @@
-"""The backend "gradwire" under real DDP and FSDP2 modules. One start of processes, many scenarios.
+"""The backend "gradwire" under real DDP and FSDP2 modules: by parameter, and in blob mode, where
+tensors that a backward pass reduces are compressed without knowledge of parameters.
 
 The training code is what it would be over gloo. A gloo group of the same ranks stands beside, to
 compare with.
@@ -40,10 +41,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes, caught
+from ranks import all_pass, as_processes, refuses
 
 pytestmark = pytest.mark.multiprocess
 
@@ -53,20 +55,28 @@ ENVIRONMENT = {"GRADWIRE_MIN_BYTES": "4000"}
 # ---- what is found, and compressed
 
 
-def ddp_modules_are_compressed_by_parameter() -> None:
+def is_blob() -> bool:
+    return bool(group().settings.blob)
+
+
+def ddp_modules_are_compressed() -> None:
     sent = Sent()
     model, reference = DDP(mlp()), DDP(mlp(), process_group=gloo())
     train(model, range(4))
     assert sent.calls == 4
-    assert sent.ratio > 2  # small, since biases and norms are uncompressed
+    assert sent.ratio > (6 if is_blob() else 2)  # small, since biases and norms are uncompressed
     assert same_everywhere(flat(model))
     train(reference, range(4))
     assert 0 < strayed(model, reference, mlp()) < 0.25
+
+
+def ddp_modules_are_compressed_by_parameter() -> None:
+    model, again = DDP(mlp()), copy.deepcopy(DDP(mlp()))
+    train(model, range(4))
     handle = group().models.handles[model]
     codecs = {name: facts["codec"] for name, facts in handle.stats()["parameters"].items()}
     assert {name for name, codec in codecs.items() if codec != "dense"} == {"0.weight", "3.weight"}
     assert "_before_forward" not in str(model._forward_pre_hooks)  # the backend's own
-    again = copy.deepcopy(DDP(mlp()))
     train(again, range(4))
     assert torch.equal(flat(again), flat(model))
 
@@ -98,33 +108,53 @@ class Branches(nn.Module):
 
 def other_ways_of_ddp() -> None:
     """static_graph, gradients as views, many buckets, clipping, half precision, unused parameters,
-    no_sync, uneven inputs, compiled."""
-    for dtype, option in (
-        (torch.float32, "static_graph"), (torch.bfloat16, "gradient_as_bucket_view")
-    ):  # fmt: skip
+    uneven inputs, compiled."""
+    options = ("gradient_as_bucket_view", "static_graph")
+    for dtype, option in zip(
+        (torch.float32, torch.bfloat16), options if is_blob() else options[::-1], strict=True
+    ):
         sent = Sent()
         model = DDP(mlp().to(dtype), bucket_cap_mb=0.005, **{option: True})
         train(model, range(4), clip=1.0, dtype=dtype)
         assert same_everywhere(flat(model))
-        assert sent.calls == 4
+        assert torch.isfinite(flat(model)).all()
+        if is_blob():
+            assert sent.calls > (4 if dtype == torch.float32 else 0)
+        else:
+            assert sent.calls == 4
     branches = DDP(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(branches.parameters(), lr=0.1)
     for step in range(4):
+        optimizer.zero_grad()
         branches(batch(step), step % 2 == 0).square().mean().backward()
-    assert same_everywhere(torch.cat([p.grad.reshape(-1) for p in branches.parameters()]))
-    model, sent = DDP(mlp()), Sent()
-    with model.no_sync():
-        model(batch(0)).square().mean().backward()
-    assert sent.calls == 0
-    model(batch(1)).square().mean().backward()
-    assert sent.calls == 1
+        optimizer.step()
+    assert same_everywhere(flat(branches))
+    # A rank that ran out of data mirrors the others' buckets, outside of any backward.
     model, sent = DDP(mlp()), Sent()
     with model.join():
         train(model, range(2 + 2 * dist.get_rank()))
     assert same_everywhere(flat(model))
+    if is_blob():
+        assert sent.calls == 2 * dist.get_world_size()  # all ranks take part, some without data
     model, sent = DDP(mlp()), Sent()
     train(torch.compile(model, backend="eager"), range(3))
     assert same_everywhere(flat(model))
     assert sent.calls == 3
+
+
+def no_sync_accumulates() -> None:
+    model, reference = DDP(mlp()), DDP(mlp(), process_group=gloo())
+    found = []
+    for wrapped in (model, reference):
+        sent = Sent()
+        with wrapped.no_sync():
+            wrapped(batch(0)).square().mean().backward()
+        assert sent.calls == 0
+        wrapped(batch(1)).square().mean().backward()
+        assert sent.calls == (wrapped is model)
+        found.append(torch.cat([p.grad.reshape(-1) for p in wrapped.parameters()]))
+    assert 0 < (found[0] - found[1]).norm() < 0.25 * found[1].norm()
+    assert same_everywhere(found[0])
 
 
 def a_forward_of_one_rank_alone_waits_for_nobody() -> None:
@@ -148,11 +178,24 @@ def fsdp_modules_are_compressed_by_parameter() -> None:
     assert sent.calls == 12
     assert model in own.models.handles
     assert "reduce_scatter_single" not in own.stats()["left_alone"]
+
+
+def fsdp_scatters_blobs() -> None:
+    sent, model, reference = Sent(), sharded(mlp()), sharded(mlp(), gloo())
+    assert torch.equal(flat(model), flat(mlp()))  # weights are gathered uncompressed
+    train(model, range(4))
+    assert sent.calls == 8  # two layers are large enough
+    assert sent.ratio > 5.5
+    train(reference, range(4))
+    assert 0 < strayed(model, reference, mlp()) < 0.25
+
+
+def fsdp_in_half_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    half, sent = sharded(mlp(80), own, mp_policy=policy), Sent(own)
-    train(half, range(3), clip=1.0)
-    assert sent.calls == 9
-    assert torch.isfinite(flat(half)).all()
+    model, sent = sharded(mlp(80), mp_policy=policy), Sent()
+    train(model, range(3), clip=1.0)
+    assert sent.calls >= 3 if is_blob() else sent.calls == 9
+    assert torch.isfinite(flat(model)).all()
 
 
 def hybrid_sharding_is_compressed_in_both_hops() -> None:
@@ -163,8 +206,9 @@ def hybrid_sharding_is_compressed_in_both_hops() -> None:
     train(model, range(3))
     train(reference, range(3))
     sent = [mesh[name].get_group().stats() for name in ("replicas", "shards")]
-    assert sorted(stats["calls"] for stats in sent) == [0, 6]
-    assert not any("reduce_scatter_single" in stats["left_alone"] for stats in sent)
+    assert sorted(stats["calls"] for stats in sent) == ([3, 3] if is_blob() else [0, 6])
+    if not is_blob():
+        assert not any("reduce_scatter_single" in stats["left_alone"] for stats in sent)
     assert 0 < strayed(model, reference, mlp(200)) < 0.25
 
 
@@ -292,15 +336,124 @@ def blobs_by_choice() -> None:
     assert 3 < sent.ratio < 4
     builtin = DDP(mlp(), process_group=own)
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    for match, call in (
+    for said, call in (
         ("FP16_COMPRESS", lambda: builtin(batch(0))),
         ("give no model", lambda: gw.register(mlp(), blob=True)),
         ("gloo", lambda: gw.register(blob=True, group=gloo())),
         ("rank", lambda: gw.register(blob=True, bits=4 + dist.get_rank() % 2, group=own)),
     ):
-        error = caught(call)
-        assert isinstance(error, gw.ConfigError), (match, error)
-        assert match in str(error), str(error)
+        refuses(said, call)
+
+
+# ---- blobs
+
+
+def eight_bits_are_nearer_than_two() -> None:
+    reference = DDP(mlp(), process_group=gloo())
+    train(reference, range(4))
+    errors = []
+    for bits in (2, 8):
+        with setting(GRADWIRE_CODEC=f"qsgd:bits={bits}") as chosen:
+            model = DDP(mlp(), process_group=chosen)
+            train(model, range(4))
+            errors.append(float((flat(model) - flat(reference)).norm()))
+    assert errors[1] < errors[0] / 10
+
+
+def small_models_go_as_they_are() -> None:
+    with setting(GRADWIRE_MIN_BYTES="1000000") as chosen:
+        model = DDP(mlp(), process_group=chosen)
+        train(model, range(3))
+        reference = DDP(mlp(), process_group=gloo())
+        train(reference, range(3))
+        assert torch.equal(flat(model), flat(reference))
+        assert chosen.stats()["calls"] == 0
+
+
+def metrics_stay_exact() -> None:
+    """Large float sums outside of a backward pass, and in a recomputed forward."""
+    sent = Sent()
+    metric = torch.randn(5_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    expected = metric.clone()
+    dist.all_reduce(expected, group=gloo())
+    forwards = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen = metric.clone()
+        dist.all_reduce(seen)
+        assert torch.equal(seen, expected)
+        forwards.append(torch._C._current_graph_task_id())
+        return x.sin().sin()
+
+    for reentrant in (False, True):
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert [task == -1 for task in forwards] == [True, False] * 2
+    assert sent.calls == 0
+
+
+def hooks_of_ddp_are_compressed_too() -> None:
+    """A hook's all-reduce, in half precision and with a callback, is a blob as well."""
+    sent = Sent()
+    model = DDP(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    train(model, range(3))
+    assert sent.calls == 3
+    assert same_everywhere(flat(model))
+
+
+def several_groups_at_once() -> None:
+    """Two modules over overlapping groups, in one backward."""
+    size = dist.get_world_size()
+    other = dist.new_group(list(range(size)), backend="gradwire")
+    pair = dist.new_group([0, 1], backend="gradwire")
+    wide = DDP(mlp(), process_group=other)
+    loss = wide(batch(0)).square().mean()
+    if dist.get_rank() < 2:
+        narrow = DDP(mlp(), process_group=pair)
+        loss = loss + narrow(batch(1)).square().mean()
+    sent = Sent(other)
+    loss.backward()
+    assert sent.calls == 1
+    assert same_everywhere(torch.cat([p.grad.reshape(-1) for p in wide.parameters()]))
+    if dist.get_rank() < 2:
+        assert pair.stats()["calls"] == 1
+    dist.barrier()
+
+
+def non_finite_gradients_reach_every_rank() -> None:
+    model = DDP(mlp())
+    x = batch(0)
+    if dist.get_rank() == 1:
+        x[0, 0] = float("inf")
+    model(x).square().mean().backward()
+    assert not all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def any_layout_is_reduced_in_place() -> None:
+    """A script's all-reduce in an autograd hook: averages, sums, and transposed tensors."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seen = {}
+
+    def average(gradient: torch.Tensor) -> torch.Tensor:
+        assert not gradient.is_contiguous()
+        for name, op in (("sum", dist.ReduceOp.SUM), ("avg", dist.ReduceOp.AVG)):
+            reduced = gradient.clone(memory_format=torch.preserve_format)
+            work = dist.all_reduce(reduced, op, async_op=True)
+            work.wait()
+            assert work.is_completed()
+            assert work.is_success()
+            assert work.exception() is None
+            assert work.result()[0].data_ptr() == reduced.data_ptr()
+            seen[name] = reduced
+        return seen["avg"]
+
+    x = torch.zeros(50, 60, requires_grad=True)
+    y = x * 1.0
+    y.register_hook(average)
+    y.backward(torch.full((60, 50), float(rank)).t())
+    assert torch.equal(x.grad, torch.full((50, 60), (size - 1) / 2))
+    assert torch.equal(seen["sum"], torch.full((50, 60), size * (size - 1) / 2))
 
 
 # ---- what is registered
@@ -411,45 +564,29 @@ def a_registered_fsdp_module_goes_by_parameter() -> None:
 
 
 def wrong_use_is_named() -> None:
-    plain = DDP(mlp(), process_group=gloo())
-    error = caught(lambda: gw.register(plain))
-    assert isinstance(error, gw.ConfigError)
-    assert "gloo" in str(error)
-    error = caught(lambda: gw.register(sharded(mlp(), gloo())))
-    assert isinstance(error, gw.ConfigError)
-    assert "gloo" in str(error)
-    error = caught(lambda: gw.register(sharded(mlp()), algorithm="ring"))
-    assert isinstance(error, gw.ConfigError)
-    assert "algorithm" in str(error)
-    error = caught(lambda: gw.register(sharded(mlp()), coalesce_bytes=0))
-    assert isinstance(error, gw.ConfigError)
-    error = caught(lambda: gw.register(mlp(), exclude=["nobody"]))
-    assert isinstance(error, gw.ConfigError)
-    assert "nobody" in str(error)
-    error = caught(lambda: gw.register(mlp(), "nothing"))
-    assert isinstance(error, gw.ConfigError)
-    assert "nothing" in str(error)
-    error = caught(lambda: gw.register(DDP(mlp()), bits=4 + dist.get_rank() % 2))
-    assert isinstance(error, gw.ConfigError)
-    assert "0.weight" in str(error)
-    error = caught(lambda: gw.register(sharded(mlp()), bits=4 + dist.get_rank() % 2))
-    assert isinstance(error, gw.ConfigError)
-    assert "0.weight" in str(error)
+    unlike = 4 + dist.get_rank() % 2
+    for said, call in (
+        ("gloo", lambda: gw.register(DDP(mlp(), process_group=gloo()))),
+        ("gloo", lambda: gw.register(sharded(mlp(), gloo()))),
+        ("algorithm", lambda: gw.register(sharded(mlp()), algorithm="ring")),
+        ("coalesce_bytes", lambda: gw.register(sharded(mlp()), coalesce_bytes=0)),
+        ("nobody", lambda: gw.register(mlp(), exclude=["nobody"])),
+        ("nothing", lambda: gw.register(mlp(), "nothing")),
+        ("0.weight", lambda: gw.register(DDP(mlp()), bits=unlike)),
+        ("0.weight", lambda: gw.register(sharded(mlp()), bits=unlike)),
+    ):
+        refuses(said, call)
 
 
 def environments_that_differ_are_named() -> None:
     rank = dist.get_rank()
     for wrong in (1, 0):  # the rank with an invalid value; every rank gets the error
         os.environ["GRADWIRE_MIN_BYTES"] = "many" if rank == wrong else "4000"
-        error = caught(lambda: dist.new_group(backend="gradwire"))
-        assert isinstance(error, gw.ConfigError)
-        assert "GRADWIRE_MIN_BYTES='many'" in str(error)
+        refuses("GRADWIRE_MIN_BYTES='many'", lambda: dist.new_group(backend="gradwire"))
     os.environ["GRADWIRE_MIN_BYTES"] = str(4000 + rank)
-    error = caught(lambda: dist.new_group(backend="gradwire"))
+    said = refuses("GRADWIRE_MIN_BYTES 4001", lambda: dist.new_group(backend="gradwire"))
+    assert "rank 1" in said
     os.environ.update(ENVIRONMENT)
-    assert isinstance(error, gw.ConfigError)
-    assert "GRADWIRE_MIN_BYTES 4001" in str(error)
-    assert "rank 1" in str(error)
 
 
 def split_groups_are_of_the_backend() -> None:
@@ -476,18 +613,22 @@ def the_group_is_of_the_backend() -> None:
     assert dist.get_backend() == "gradwire"
 
 
-SCENARIOS: list[Callable[[], None]] = [
+IN_BOTH_MODES: list[Callable[[], None]] = [
     the_group_is_of_the_backend,
+    ddp_modules_are_compressed,
+    other_ways_of_ddp,
+    no_sync_accumulates,
+    fsdp_in_half_precision,
+    hybrid_sharding_is_compressed_in_both_hops,
+]
+BY_PARAMETER: list[Callable[[], None]] = [
     ddp_modules_are_compressed_by_parameter,
     biases_are_exact,
-    other_ways_of_ddp,
     a_forward_of_one_rank_alone_waits_for_nobody,
     fsdp_modules_are_compressed_by_parameter,
-    hybrid_sharding_is_compressed_in_both_hops,
     hooks_of_a_script_are_left_alone,
     collectives_of_a_script_are_torchs,
     sparse_gradients_are_left_alone,
-    codec_none_leaves_all_as_it_is,
     an_aggregator_is_named_like_a_codec,
     one_line_says_what_is_done,
     blobs_by_choice,
@@ -500,6 +641,16 @@ SCENARIOS: list[Callable[[], None]] = [
     environments_that_differ_are_named,
     split_groups_are_of_the_backend,
 ]
+BLOBS: list[Callable[[], None]] = [
+    eight_bits_are_nearer_than_two,
+    small_models_go_as_they_are,
+    metrics_stay_exact,
+    hooks_of_ddp_are_compressed_too,
+    several_groups_at_once,
+    non_finite_gradients_reach_every_rank,
+    any_layout_is_reduced_in_place,
+    fsdp_scatters_blobs,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -510,8 +661,14 @@ def _small_buckets_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=EXHAUSTIVE)])
-def test_backend(world_size: int) -> None:
-    all_pass(world_size, SCENARIOS, timeout=30, deadline=240, backend="gradwire")
+@pytest.mark.parametrize("blob", [False, True], ids=["by parameter", "blobs"])
+def test_backend(world_size: int, blob: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blob:
+        monkeypatch.setenv("GRADWIRE_BLOB", "1")
+    more = BLOBS if blob else BY_PARAMETER
+    # Last, since it destroys a group: DTensor takes meshes of the same ranks for the same mesh.
+    checks = [*IN_BOTH_MODES, *more, codec_none_leaves_all_as_it_is]
+    all_pass(world_size, checks, timeout=30, deadline=240, backend="gradwire")
 
 
 def alone(rank: int) -> None:

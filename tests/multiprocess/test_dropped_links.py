@@ -1,4 +1,4 @@
-"""A link that the lab drops, and a rank that comes late: no hang (law 10).
+"""A link that the lab drops: no hang (law 10).
 
 tests/middle/test_calls.py has groups that are destroyed.
 """
@@ -11,12 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import gradwire as gw
 from gradwire_tools.lab import Lab, Network, available
 from products import EXHAUSTIVE
-from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -60,15 +57,3 @@ def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:
         assert float(seconds) < 2 * TIMEOUT_S
     # Ranks that still reach each other agree on the failed rank.
     assert [peer for _, peer in ended].count("1") >= 2, ended
-
-
-def come_late(rank: int) -> float:
-    tensor = torch.full((1000,), float(rank))
-    if rank == 2:
-        time.sleep(1.5)  # longer than it takes until ranks look for what is wrong
-    gw.all_reduce(tensor, "identity")
-    return float(tensor[0])
-
-
-def test_a_late_rank_is_waited_for() -> None:
-    assert as_processes(3, come_late) == [3.0] * 3

@@ -1,14 +1,12 @@
 """Collectives in stream order between processes, over gloo without tags.
 
 In every process there are two groups of all ranks; one is taken for NCCL's. What it does must be,
-bit by bit, what the other does with tags and three queues.
+bit by bit, what the other does with tags and three queues. tests/multiprocess/test_faults.py has
+ranks that fail.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -22,12 +20,9 @@ import gradwire as gw
 from gradwire import groups
 from gradwire.engine import Communicator
 from products import one_in
-from ranks import as_processes, caught
+from ranks import all_pass, as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
-
-# A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
-TIMEOUT_S, DEADLINE_S = 100.0, 60.0
 
 OPTIONS = [
     gw.Options(segments=3),
@@ -41,9 +36,9 @@ OPTIONS = [
 CODECS = ("qsgd", "identity", "topk")
 
 
-def ordered_group(timeout: float = TIMEOUT_S) -> dist.ProcessGroup:
+def ordered_group() -> dist.ProcessGroup:
     """Another group of all ranks, treated from now on as one that keeps order."""
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    group = dist.new_group()
     groups.keeps_order = lambda asked, device: asked is group
     return group
 
@@ -122,76 +117,8 @@ def dropped_in(rank: int) -> bool:
     return torch.allclose(weight.grad, torch.full((200, 300), 1.5))
 
 
-@pytest.mark.parametrize(("n", "every"), one_in(4, [(3, False), (4, True), (2, True), (3, True)]))
-def test_same_bits_as_with_tags(n: int, every: bool) -> None:
-    assert as_processes(n, reductions, every) == [[]] * n
-
-
-@pytest.mark.parametrize("n", one_in(3, [3, 2, 4]))
-def test_training_ends_alike(n: int) -> None:
-    for alike, stats in as_processes(n, training):
-        assert alike
-        assert stats["steps"] == 4
-        assert stats["ratio"] > 4
-
-
 def test_the_backend_goes_in_order_where_its_group_does() -> None:
     assert as_processes(2, dropped_in, backend="gradwire") == [True, True]
-
-
-# ---- failure
-
-
-def reduce_until(
-    rank: int, dying: int, blow: signal.Signals, timeout: float
-) -> tuple[str, int | None, str]:
-    """All-reduces in order until one fails; `dying` gets `blow` in the middle of them."""
-    group = ordered_group(timeout)
-    tensor = torch.randn(1_000_000)
-    for step in range(3):
-        gw.all_reduce(tensor, op="avg", group=group, step=step)
-    if rank == dying:
-        os.kill(os.getpid(), blow)
-
-    def forever() -> None:
-        for step in range(1_000_000):
-            gw.all_reduce(tensor, op="avg", group=group, step=step)
-
-    error = caught(forever)
-    again = caught(forever)
-    assert again is error
-    return type(error).__name__, getattr(error, "peer", None), str(error)
-
-
-@pytest.mark.parametrize(
-    ("blow", "timeout"),
-    one_in(2, [(signal.SIGKILL, TIMEOUT_S), (signal.SIGSTOP, 8.0)]),
-    ids=["killed", "stopped"],
-)
-def test_survivors_name_who_failed(blow: signal.Signals, timeout: float) -> None:
-    reports = as_processes(
-        3, reduce_until, 1, blow, timeout, expect_death=(1,), deadline=DEADLINE_S
-    )
-    for rank in (0, 2):
-        kind, peer, text = reports[rank]
-        assert (kind, peer) == ("TransportError", 1), text
-        assert "rank 1" in text
-
-
-def backward_after_death(rank: int) -> tuple[str, int | None]:
-    model = DDP(nn.Linear(300, 100), process_group=ordered_group())
-    gw.attach(model)
-    for _ in range(2):
-        model(torch.randn(4, 300)).sum().backward()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = caught(lambda: model(torch.randn(4, 300)).sum().backward())
-    return type(error).__name__, getattr(error, "peer", None)
-
-
-def test_backward_raises_the_named_error() -> None:
-    reports = as_processes(2, backward_after_death, expect_death=(1,), deadline=DEADLINE_S)
-    assert reports[0] == ("TransportError", 1)
 
 
 # ---- groups without a backend for CPU tensors, such as "nccl" alone
@@ -213,10 +140,19 @@ def beside_nothing(rank: int) -> tuple[int, str, float]:
     return found[0], error, timeout
 
 
-def test_a_group_without_cpu_tensors_gets_a_companion() -> None:
-    reports = as_processes(3, beside_nothing)
-    assert len({number for number, _, _ in reports}) == 1
-    for rank, (_, error, timeout) in enumerate(reports):
+@pytest.mark.parametrize(("n", "every"), one_in(4, [(3, False), (4, True), (2, True), (3, True)]))
+def test_same_bits_as_with_tags(n: int, every: bool) -> None:
+    """Of collectives and of training; and groups without a backend for CPU tensors."""
+    wrong, trained, companions = all_pass(
+        n, [partial(reductions, every=every), training, beside_nothing]
+    )
+    assert wrong == [[]] * n
+    for alike, stats in trained:
+        assert alike
+        assert stats["steps"] == 4
+        assert stats["ratio"] > 4
+    assert len({number for number, _, _ in companions}) == 1
+    for rank, (_, error, timeout) in enumerate(companions):
         assert "ranks disagree on a test" in error
         assert f"rank {rank} has 'rank {rank}'" in error
         assert timeout > 0

@@ -7,7 +7,6 @@ Ranks wait for each other's decisions after every pass, so that runs with a poli
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,181 +15,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from adaptive_model import layers, model_of
-from sharded_model import digest, on_all, owed
-from test_automatic import QUICK, planned
-from together import together
-from torch.nn.parallel import DistributedDataParallel as DDP
+from saved_jobs import (
+    END,
+    EVALUATED,
+    KEPT,
+    KINDS,
+    MOVED,
+    POLICIES,
+    SAVED,
+    SKETCHED,
+    WAYS,
+    WITHOUT,
+    Job,
+    assert_loaded,
+    references,
+    residuals,
+)
+from sharded_model import gathered, on_all, owed, unlike
+from test_automatic import planned
 
 import gradwire as gw
-from ranks import caught
-from rooms.integrations import WantedSetting
+from ranks import caught, together
 
 pytestmark = pytest.mark.multiprocess
-
-WAYS = ("own", "full", "dcp")
-# Passes: after the first a decision is in force, after the second another. No window has them.
-SAVED, END = 7, 13
-CHECKED = gw.Replan(every=10, first=4, average=2, share=1.0)  # decides early, where a plan is stale
-OFTEN = gw.Replan(every=6, first=4, average=2, share=1.0, stale=None)
-SKETCHED = WantedSetting("powersgd:rank=2", "sra", rank=3, seconds=1.0)
-
-
-def remembering(group: Any) -> tuple[Any, gw.Handle]:
-    """A policy whose second decision depends on what it saw at the first, which changes nothing."""
-    how = {"error_feedback": True, "policy": "accordion", "replan": OFTEN}
-    return (model := model_of("ddp", group)), gw.attach(model, "qsgd:bits=4", **how)
-
-
-def learning(group: Any) -> tuple[Any, gw.Handle]:
-    """Beside a policy, learned levels of weights, and references."""
-    weights = {"weights": {"*.weight": "learnedlevels:bits=4:block=128"}, "keep": "reference"}
-    how = {"error_feedback": True, "policy": "lgreco", "replan": CHECKED, **weights}
-    return (model := model_of("fsdp2", group)), gw.attach(model, "topk:density=0.05", **how)
-
-
-def choosing_both(group: Any) -> tuple[Any, gw.Handle]:
-    """A policy of gradients and of weights, which both have several sizes."""
-    model = model_of("fsdp2", group)
-    with torch.no_grad():
-        for number, size in ((0, 30.0), (4, 0.03)):
-            model[number].weight.mul_(size)
-    how = {"error_feedback": True, "policy": "lgreco", "replan": OFTEN}
-    return model, gw.attach(model, "topk:density=0.05", weights="randomshift:bits=5", **how)
-
-
-def automatic(group: Any) -> tuple[Any, gw.Handle]:
-    """A plan that measurements choose, which no state has: here one with residuals."""
-    model = model_of("ddp", group)
-    return model, gw.attach(model, "auto", auto=QUICK)
-
-
-def weighing(group: Any) -> tuple[Any, gw.Handle]:
-    """A policy that begins with a trial of DDP's buckets."""
-    model = DDP(layers(), process_group=group, bucket_cap_mb=0.05)
-    how = {"policy": "lgreco", "replan": gw.Replan(weigh="time")}
-    return model, gw.attach(model, "qsgd:bits=4", **how)
-
-
-MADE = {made.__name__: made for made in (remembering, learning, choosing_both, automatic, weighing)}
-KINDS = list(MADE)[:-1]  # that do not depend on what was measured
-
-
-class Job:
-    """A model and its handle, of all ranks unless a group is given."""
-
-    def __init__(self, kind: str, group: Any = None) -> None:
-        self.model, self.handle = MADE[kind](group)
-        self.kind, self.group = kind, group
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
-
-    def train(self, first: int, last: int) -> list[Any]:
-        """Of each pass: this rank's gradients, and the methods in force."""
-        found = []
-        for step in range(first, last):
-            self.optimizer.zero_grad()
-            made = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            self.model(torch.randn(16, 64, generator=made)).square().mean().backward()
-            if step == 2 and self.kind == "learning" and self.handle.world_size > 1:
-                self.handle.learn_levels(1000, 50)
-            of = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters()]
-            found.append(([digest(g) for g in of], self.methods()))
-            self.optimizer.step()
-            self.settle()
-        return found
-
-    def settle(self) -> None:
-        """Wait until all ranks have decided, and prepared what they will use."""
-        automatic, adaptation = self.handle.automatic, self.handle.adaptation
-        for serial in (automatic and automatic.serial, adaptation and adaptation._serial):
-            if serial is not None:
-                serial.wait()
-        self.handle._reductions.switch.change(lambda plan: plan)
-        dist.barrier(self.group)
-
-    def methods(self) -> list[str]:
-        return [str(p) for p in self.handle.plan.parameters]
-
-    def changes(self) -> None:
-        """Gradients of the first and the last layer change places: plans go stale."""
-        layers = list(getattr(self.model, "module", self.model))
-        layers[0].scale, layers[4].scale = layers[4].scale, layers[0].scale
-
-    def decisions(self) -> list[Any]:
-        """Those after the state was saved, but for their seconds."""
-        adaptation = self.handle.adaptation
-        rows = [] if adaptation is None else adaptation.history
-        left = {"line", "seconds"}
-        return [
-            {k: v for k, v in row.items() if k not in left} for row in rows if row["pass"] > SAVED
-        ]
-
-    def state(self) -> str:
-        """This rank's, with digests of tensors."""
-        return json.dumps({**self.handle.state_dict(), "plan": 0}, default=digest)
-
-    def everything(self) -> list[str]:
-        """All that loading a state may change."""
-        adaptation = self.handle.adaptation
-        deciders = {} if adaptation is None else adaptation._deciders
-        of_policy = repr([(d.policy, d._last) for d in deciders.values()])
-        return [self.state(), of_policy, *self.methods()]
-
-    # ---- states
-
-    def save(self, folder: Path) -> None:
-        """In every way."""
-        rank = self.handle.rank
-        if rank == 0:
-            folder.mkdir()
-        dist.barrier()
-        torch.save(self.handle.state_dict(), folder / f"own{rank}.pt")
-        whole = self.handle.full_state_dict(rank0_only=True)
-        if rank == 0:
-            torch.save(whole, folder / "full.pt")
-        dcp.save({"gradwire": self.handle.checkpoint()}, checkpoint_id=folder / "dcp")
-        dist.barrier()
-
-    def loads(self, way: str, folder: Path, full: Any) -> None:
-        """It has then what `full` says, of which residuals may be dropped with a warning."""
-        drops = self.handle.world_size == 1 and self.kind in ("learning", "choosing_both")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if way == "rank 0" or drops else "error")
-            self._load(way, folder)
-        assert_loaded(self, full, drops or way == "rank 0")
-
-    def _load(self, way: str, folder: Path) -> None:
-        every = len(list(folder.glob("own*.pt")))
-        if way == "dcp":
-            self.handle.load_checkpoint(folder / "dcp")
-            return
-        same = every == self.handle.world_size
-        files = {
-            "own": [f"own{self.handle.rank}"] if same else [f"own{n}" for n in range(every)][::-1],
-            "full": ["full"],
-            "rank 0": ["own0"],
-        }[way]
-        found = [torch.load(folder / f"{name}.pt", weights_only=True) for name in files]
-        self.handle.load_state_dict(found[0] if len(found) == 1 else found)
-
-
-def assert_loaded(job: Job, full: Any, drops: bool) -> None:
-    """What `full` has is there, as much as so many ranks have a use for it; `drops`: but for
-    residuals."""
-    first, now = full["ranks"][0], job.handle.full_state_dict()
-    assert all(state["steps"] == first["steps"] for state in now["ranks"])
-    assert all(state.get("levels") == first.get("levels") for state in now["ranks"])
-    if job.handle.adaptation is not None and "policy" in first and job.kind != "automatic":
-        assert all(state["parameters"] == first["parameters"] for state in now["ranks"])
-        assert now["ranks"][0]["policy"] == first["policy"]
-    if not drops:
-        assert owed(now).keys() == owed(full).keys()
-        for name, residual in owed(full).items():
-            torch.testing.assert_close(owed(now)[name], residual)
-
-
-# ---- checks
 
 
 def each_kind_resumes(rank: int, folder: Path) -> None:
@@ -200,54 +47,86 @@ def each_kind_resumes(rank: int, folder: Path) -> None:
         for number, kind in enumerate(KINDS):
             planned(monkey, [SKETCHED])
             first = Job(kind)
-            first.train(0, SAVED)
+            at, end = WITHOUT if kind in KEPT or kind == "aggregating" else (SAVED, END)
+            first.train(0, at)
+            if kind == EVALUATED:
+                with torch.no_grad():
+                    first.loss(0)
             first.save(folder / kind)
             state, full = first.state(), first.handle.full_state_dict()
-            assert len(owed(full)) == 3
+            assert len(owed(full)) == 3 + first.many
             assert all(residual.any() for residual in owed(full).values())
-            weights = {name: value.clone() for name, value in first.model.state_dict().items()}
-            first.changes()
-            expected, decided = first.train(SAVED, END), first.decisions()
-            assert kind == "automatic" or expected[0][1] != expected[-1][1], decided
+            assert len(full["ranks"]) == full["world_size"] == dist.get_world_size()
+            assert bool(references(full)) == (kind == "learning" or KEPT.get(kind) == "reference")
+            if kind == "aggregating":
+                assert not torch.equal(*residuals(full))  # rank 0's says nothing of rank 1's
+            weights = first.weights()
+            if kind in POLICIES:
+                first.changes()
+            expected, decided = first.train(at, end), first.decisions()
+            assert kind not in POLICIES or expected[0][-1] != expected[-1][-1], decided
             planned(monkey, [SKETCHED])
             again = Job(kind)
-            again.model.load_state_dict(weights)
+            again.has(weights)
             again.loads("rank 0", folder / kind, full)
-            for way in (*WAYS[number:], *WAYS[:number]):
+            ways = (*WAYS[number % 3 :], *WAYS[: number % 3])
+            for way in ways if kind in MOVED else ("own",):
                 again.loads(way, folder / kind, full)
                 assert kind == "automatic" or again.state() == state, (kind, way)
-            again.changes()
-            found = again.train(SAVED, END)
+            if kind in POLICIES:
+                again.changes()
+            found = again.train(at, end)
             if kind == "automatic":  # which begins anew
-                assert all(how == found[-1][1] for how in on_all(found[-1][1]))
-            else:
-                assert found == expected, kind
-                assert again.decisions() == decided, kind
+                assert all(how == found[-1][-1] for how in on_all(found[-1][-1]))
+                continue
+            assert found == expected, kind
+            assert again.decisions() == decided, kind
+            if kind in POLICIES:
                 what_is_refused_changes_nothing(again, full)
                 again.loads("full", folder / kind, full)
+            else:  # back in time, once a version that is about to be replaced was gathered
+                with torch.no_grad():
+                    first.loss(0)
+                first.has(weights)
+                first.loads("full", folder / kind, full)
+                assert first.train(at, end) == expected, kind
             if kind == "remembering":
                 how_values_were_rounded_does_not_matter(first)
+            if first.many:
+                without = first.handle.state_dict()
+                without.pop("levels")
+                first.handle.load_state_dict(without)
+                assert "levels" not in first.handle.state_dict()
 
 
 def each_kind_moves(rank: int, folder: Path, then: Path | None = None) -> None:
     """To another number of ranks, where training goes on, and is saved again."""
     with pytest.MonkeyPatch.context() as monkey:
-        for kind in KINDS:
+        for kind in MOVED:
             planned(monkey, [SKETCHED])
             job = Job(kind)
             full = torch.load(folder / kind / "full.pt", weights_only=True)
-            for way in ("rank 0", *WAYS):
+            job.loads("rank 0", folder / kind, full)
+            if job.many:
+                job.train(0, 1)
+            states = set()
+            for way in WAYS:
                 job.loads(way, folder / kind, full)
-            job.train(SAVED, SAVED + 2)
+                if way != "dcp":  # which sums in another order
+                    states.add(job.state())
+            assert kind == "automatic" or len(states) == 1, kind
+            for losses, *_ in job.train(SAVED, SAVED + 2):
+                assert all(loss < float("inf") for loss in losses)
             if then is not None:
                 job.save(then / kind)
             assert all(how == job.methods() for how in on_all(job.methods()))
+            assert not unlike(gathered(job.model) if job.many else {})
 
 
 def each_kind_moves_from_a_single_rank(rank: int) -> None:
     mine, _ = dist.new_subgroups(1)
     with pytest.MonkeyPatch.context() as monkey:
-        for kind in KINDS:
+        for kind in MOVED:
             planned(monkey, [SKETCHED])
             alone, job = Job(kind, mine), Job(kind)
             alone.train(0, 2)

@@ -1,11 +1,9 @@
-"""A rank that dies in a gather of weights, or raises where others gather, is named by them, long
-before the timeout: the test ends before it."""
+"""A rank that raises where others gather weights is named by them, long before the timeout.
+
+tests/multiprocess/test_faults.py has ranks that die.
+"""
 
 from __future__ import annotations
-
-import os
-import signal
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
-from ends import ends
-from products import one_in
-from ranks import caught
-from rooms.integrations import in_backward
+from ranks import caught, each, together
 
 pytestmark = pytest.mark.multiprocess
 
-RANKS, DYING = 3, 1
+RAISING = 1
 
 
 def three_layers() -> nn.Sequential:
@@ -32,54 +27,19 @@ def three_layers() -> nn.Sequential:
     return model
 
 
-def dies_in_a_gather(rank: int, where: str, keep: str) -> None:
-    model = three_layers()
-    handle = gw.attach(model, weights="randomshift:bits=8", keep=keep)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        model(torch.randn(4, 64)).square().mean().backward()
-        optimizer.step()
-
-    step()
-    if rank == DYING:
-        start = handle._reductions.weights.start
-
-        def start_and_die(spec: Any, item: Any, operation: Any, raw_bytes: int) -> Any:
-            begun = start(spec, item, operation, raw_bytes)
-            if operation.verb == "all_gather" and in_backward() == (where == "backward"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return begun
-
-        handle._reductions.weights.start = start_and_die
-    step()
-
-
-@pytest.mark.parametrize(
-    ("where", "keep"),
-    one_in(2, [("forward", "reference"), ("forward", "payload"), ("backward", "none")]),
-)
-def test_a_death_in_a_gather_is_named(where: str, keep: str) -> None:
-    found = ends(RANKS, dies_in_a_gather, where, keep, timeout=600, unawaited=(DYING,))
-    for rank, end in enumerate(found):
-        if rank != DYING:
-            assert (end.error, end.peer) == ("TransportError", DYING), end
-            assert f"rank {DYING}" in end.text
-
-
 def an_exception_where_others_gather_is_told(rank: int) -> None:
     """Of frozen layers no gradients are reduced: the others are ahead by a gather."""
     model = three_layers()
     model[1:].requires_grad_(False)
     gw.attach(model, weights="randomshift:bits=8", keep="none")
-    if rank == DYING:
+    if rank == RAISING:
         model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
     error = caught(lambda: model(torch.randn(4, 64)).square().mean().backward())
-    if rank == DYING:
+    if rank == RAISING:
         assert isinstance(error, ZeroDivisionError), error
     else:
         assert isinstance(error, gw.TransportError), error
-        assert error.peer == DYING
+        assert error.peer == RAISING
         assert "backward raised an exception at step" in str(error)
         assert "of the sharded module of" in str(error)
         assert ", weights" in str(error)
@@ -94,19 +54,19 @@ def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
     for _ in range(2):
         with torch.set_grad_enabled(records):
             assert caught(lambda: model(x)) is None
-        if rank == DYING:
+        if rank == RAISING:
             hook = model[0].register_forward_hook(lambda *_: 1 / 0)
         with torch.set_grad_enabled(records):
             error = caught(lambda: model(x))
-        if rank == DYING:
+        if rank == RAISING:
             assert isinstance(error, ZeroDivisionError), error
             hook.remove()
             error = caught(lambda: model(x))  # what it would gather is not what the others do
             assert isinstance(error, gw.TransportError), error
         else:
             assert isinstance(error, gw.TransportError), error
-            assert error.peer == DYING
-            assert f"rank {DYING}: forward raised an exception" in str(error)
+            assert error.peer == RAISING
+            assert f"rank {RAISING}: forward raised an exception" in str(error)
         model.reset_iter_state()
         handle.recover()
     model(x).square().mean().backward()
@@ -119,7 +79,7 @@ def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
     x = torch.randn(4, 64)
 
     def run() -> None:
-        if rank == DYING:
+        if rank == RAISING:
             with torch.no_grad():
                 model(x)
         for _ in range(2):
@@ -166,10 +126,21 @@ def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
     """None of them waits for a gather: they find it as they begin the next forward."""
     model = three_layers()
     gw.attach(model, weights="randomshift:bits=8")
-    if rank == DYING:
+    if rank == RAISING:
         model[0].set_modules_to_forward_prefetch([model[1]])
     model[0].register_forward_hook(lambda *_: 1 / 0)
     assert isinstance(caught(lambda: model(torch.ones(4, 64))), ZeroDivisionError)
     error = caught(lambda: model(torch.ones(4, 64)))
     assert isinstance(error, gw.TransportError), error
     assert "forward raised an exception" in str(error)
+
+
+def test_who_raises_is_named() -> None:
+    together(
+        3,
+        *each(an_exception_in_forward_is_told, True, False),
+        *each(a_forward_that_all_ranks_leave_early_needs_no_recovery, "payload", "reference"),
+        ranks_that_leave_a_forward_at_unlike_places_are_told,
+        *each(one_evaluates_a_batch_more, "payload", "none"),
+        an_exception_where_others_gather_is_told,
+    )

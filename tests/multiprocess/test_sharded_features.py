@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import Model, batch, on_all, replicated
-from together import together
 from torch import nn
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -29,6 +27,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
+from ranks import each, together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -314,8 +313,7 @@ def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
 
 
 def test_weights_are_alike_and_losses_those_of_fsdp() -> None:
-    keeps = zip(COMBINED, cycle(KEEPS), strict=False)
-    together(2, *(partial(holds, names=names, keep=keep) for names, keep in keeps))
+    together(2, *each(holds, *zip(COMBINED, cycle(KEEPS), strict=False)))
 
 
 @pytest.mark.exhaustive
@@ -323,4 +321,4 @@ def test_weights_are_alike_and_losses_those_of_fsdp() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_feature_with_each_way_to_keep_weights(ranks: int, keep: str) -> None:
     chosen = [name for name, feature in FEATURES.items() if feature.ranks == ranks]
-    together(ranks, *(partial(holds, names=(name,), keep=keep) for name in chosen))
+    together(ranks, *each(holds, *(((name,), keep) for name in chosen)))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import ALL, backward, gathered, on_all, own_mesh, sharded, train, unlike
-from together import together
 
 import gradwire as gw
 from gradwire.algorithms import HierarchicalReduceScatter
 from gradwire.lang import layout
+from ranks import each, together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -78,14 +77,10 @@ def bytes_are_those_of_the_formula(rank: int) -> None:
 
 
 def test_two_levels_train_as_one() -> None:
-    together(
-        4,
-        partial(two_levels_train_as_one, inside="full", keep="payload"),
-        bytes_are_those_of_the_formula,
-    )
+    together(4, *each(two_levels_train_as_one, ("full", "payload")), bytes_are_those_of_the_formula)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "keep"), [(5, "reference"), (3, "none")])
 def test_machines_of_unlike_sizes_train_as_one(ranks: int, keep: str) -> None:
-    together(ranks, partial(two_levels_train_as_one, inside="codec", keep=keep))
+    together(ranks, *each(two_levels_train_as_one, ("codec", keep)))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from sharded_model import ALL, backward, own_mesh, sharded
-from together import together
 
 import gradwire as gw
 from gradwire.collectives import Collective, Item
+from products import one_in
+from ranks import each, together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,10 +38,6 @@ def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
         assert alive(Collective) == 0
 
 
-def test_gradients_do_not_outlive_their_step() -> None:
-    together(2, partial(gradients_do_not_outlive_their_step, weights=ALL))
-
-
-@pytest.mark.exhaustive
-def test_gradients_do_not_outlive_their_step_where_weights_go_as_they_are() -> None:
-    together(2, partial(gradients_do_not_outlive_their_step, weights=None))
+@pytest.mark.parametrize("weights", one_in(2, [ALL, None]))
+def test_gradients_do_not_outlive_their_step(weights: Any) -> None:
+    together(2, *each(gradients_do_not_outlive_their_step, weights))

@@ -10,19 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
+from gradwire.planner.weights import KEEP
+from ranks import each, together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -192,5 +192,4 @@ def fsdp2s_own_gathers_block(rank: int) -> None:
 
 def test_the_next_blocks_gather_ends_while_the_current_one_computes() -> None:
     overlaps = the_next_blocks_gather_ends_while_the_current_one_computes
-    keeps = ("none", "payload", "redraw", "reference")
-    together(2, *(partial(overlaps, keep=keep) for keep in keeps), fsdp2s_own_gathers_block)
+    together(2, *each(overlaps, *KEEP), fsdp2s_own_gathers_block)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import Model, batch, sharded
-from together import together
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import gradwire as gw
-from ranks import caught
+from ranks import caught, together
 
 pytestmark = pytest.mark.multiprocess
 

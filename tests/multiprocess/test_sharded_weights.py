@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from sharded_model import (
     train,
     unlike,
 )
-from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,6 +29,7 @@ from unfit_weights import a_mask_is_gathered_as_it_is, values_that_no_codec_hold
 import gradwire as gw
 from gradwire.planner.weights import KEEP
 from products import EXHAUSTIVE
+from ranks import each, together
 from rooms.integrations import sharded_attach
 
 pytestmark = pytest.mark.multiprocess
@@ -272,62 +271,6 @@ def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int
         assert torch.equal(run(keep, reshard_after_forward=reshard), always), keep
 
 
-def resuming_is_bit_identical(rank: int) -> None:
-    def made() -> tuple[Any, Any, Any]:
-        model = sharded()
-        handle = gw.attach(model, "qsgd", bits=4, error_feedback=True, weights=ALL)
-        return model, handle, sgd(model)
-
-    model, handle, optimizer = made()
-    steps(model, optimizer, 0, 2)
-    weights = {k: v.to_local().clone() for k, v in model.state_dict().items()}
-    state = handle.state_dict()
-    expected = steps(model, optimizer, 2, 5)
-
-    def resumes(model: Any, handle: Any, optimizer: Any) -> bool:
-        with torch.no_grad():
-            for name, value in model.state_dict().items():
-                value.to_local().copy_(weights[name])
-        handle.load_state_dict(state)
-        return steps(model, optimizer, 2, 5) == expected
-
-    assert resumes(*made())
-    with torch.no_grad():
-        model(batch(0))  # gathers the version that is about to be replaced
-    assert resumes(model, handle, optimizer)  # back in time
-
-
-def micro_batches_after_a_resume(rank: int, keep: str) -> None:
-    """Micro-batches that are each reduced see one version, before a new optimizer's first step,
-    too."""
-
-    def made() -> tuple[Any, Any, Any]:
-        model = sharded(mesh=own_mesh())
-        handle = gw.attach(model, "qsgd:bits=4", weights=FOUR, keep=keep)
-        return model, handle, sgd(model)
-
-    def trained(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-        losses = []
-        for step in range(first, last):
-            for micro in range(2):
-                loss = model(batch(2 * step + micro), spare=True).square().mean()
-                losses.append(loss.item())
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    model, handle, optimizer = made()
-    trained(model, optimizer, 0, 2)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    state = handle.full_state_dict()
-    expected = trained(model, optimizer, 2, 4)
-    model, handle, optimizer = made()
-    model.load_state_dict(weights)
-    handle.load_state_dict(state)
-    assert trained(model, optimizer, 2, 4) == expected
-
-
 def meshes_of_other_shapes_follow_each_other(rank: int) -> None:
     """The first groups of their handles differ, and they share another one."""
     for shape in ((2, 1), (1, 2), (2, 1)):
@@ -348,40 +291,29 @@ def replicas_decode_the_same_weights(rank: int) -> None:
 def test_all_ranks_hold_the_same_weights() -> None:
     together(
         2,
-        partial(weights_are_alike, dtypes=(None,), given=GIVEN[:2]),
-        partial(weights_are_alike, dtypes=(torch.bfloat16,), given=GIVEN[2:]),
+        *each(weights_are_alike, ((None,), GIVEN[:2]), ((torch.bfloat16,), GIVEN[2:])),
         bytes_are_those_of_the_formula,
         meshes_of_other_shapes_follow_each_other,
         payloads_are_kept_where_they_fit,
-        *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
+        *each(frozen_weights_are_sent_once, "payload", "reference"),
         weights_frozen_later_are_those_of_then,
-        *(partial(a_mask_is_gathered_as_it_is, keep=keep) for keep in KEEP),
-        *(
-            partial(values_that_no_codec_holds_may_come_later, keep=keep)
-            for keep in ("payload", "reference")
-        ),
-        *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
-        partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),
-        partial(losses_fall, keep="redraw"),
+        *each(a_mask_is_gathered_as_it_is, *KEEP),
+        *each(values_that_no_codec_holds_may_come_later, "payload", "reference"),
+        *each(errors_of_weights_are_told, "none", "reference"),
+        *each(losses_are_those_of_fsdp, (None, 0)),
+        *each(losses_fall, "redraw"),
         one_version_is_encoded_once,
-        *(partial(reductions_are_no_versions, how=how) for how in ("while unsharded", "on meta")),
-        partial(it_does_not_matter_when_weights_are_resharded, reshard=False),
-        resuming_is_bit_identical,
-        partial(micro_batches_after_a_resume, keep="reference"),
+        *each(reductions_are_no_versions, "while unsharded", "on meta"),
+        *each(it_does_not_matter_when_weights_are_resharded, False),
     )
 
 
 @EXHAUSTIVE
 def test_weights_are_alike_however_they_are_kept() -> None:
-    together(
-        2,
-        weights_are_alike,
-        *(partial(losses_fall, keep=keep) for keep in ("none", "payload")),
-        partial(micro_batches_after_a_resume, keep="none"),
-    )
+    together(2, weights_are_alike, *each(losses_fall, "none", "payload"))
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(("ranks", "dtype"), [(3, None), (5, torch.bfloat16)])
 def test_with_identity_losses_are_those_of_fsdp(ranks: int, dtype: Any) -> None:
-    together(ranks, partial(losses_are_those_of_fsdp, dtype=dtype, tolerance=1e-3))
+    together(ranks, *each(losses_are_those_of_fsdp, (dtype, 1e-3)))
