@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from bench_runs import OPTIONS, Found, trained
 from rich.console import Console
-from test_train_sharded import SHARDED, STEPS, numel, sizes
+from test_train_sharded import SHARDED, STEPS, sizes
 
 from gradwire_tools.bench.paper import grids
 from gradwire_tools.bench.quantities import seconds
@@ -85,7 +86,7 @@ def fake() -> Found:
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
-    block, root = (sum(numel(shape) for _, shape in of) // 2 for of in sizes())  # of a rank
+    block, root = (sum(math.prod(shape) for _, shape in of) // 2 for of in sizes())  # of a rank
     found = fake.summaries
     for method, row in found.items():
         if method == "fsdp-fp32":
