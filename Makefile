@@ -35,9 +35,12 @@ types: $(VENV)/.test
 
 IN_PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-# What `make test` runs, of one package: tests/ is the library's, tests_tools/ that of gradwire_tools.
-test-library test-tools: $(VENV)/.test
-	$(BIN)/python scripts/suite.py $(IN_PARALLEL) $(if $(filter %-tools,$@),tests_tools,tests)
+# Of what `make test` runs, the tests of one package.
+test-library: $(VENV)/.test
+	$(BIN)/python scripts/suite.py $(IN_PARALLEL) tests
+
+test-tools: $(VENV)/.test
+	$(BIN)/python scripts/suite.py $(IN_PARALLEL) tests_tools
 
 # A test that fails runs once more, alone (scripts/suite.py).
 unit: $(VENV)/.test
