@@ -507,7 +507,7 @@ MUTANTS = (
         "gradwire/integrations/versions.py",
         "                versions.steps += 1",
         "                versions.steps = 1",
-        ("tests/multiprocess/test_sharded_weights.py",),
+        ("tests/multiprocess/test_saved_handles.py",),
     ),
     Mutant(
         "frozen_later_is_never_gathered_anew", "a group frozen during training lacks its last step",
