@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from averaging import Parameters, Shape, averaged, drawn, sent_bytes
+from averaging import Parameters, Shape, averaged, drawn
 from gradwire.aggregators import DeepGradientCompression as Deep
 from gradwire.codecs import DGC
 from gradwire.engine import HEADER_BYTES, Communicator
@@ -139,13 +139,20 @@ def test_densities_of_the_warm_up_and_their_bytes() -> None:
     first = [densities.index(density) for density in dict.fromkeys(densities)]
     assert list(made.steps_to_rehearse(4)) == first
     shape, ranks = (100, 300), 3
-    sent = sent_bytes(ranks, [shape], made, steps=12)
-    for (nbytes,), density in zip(sent, densities, strict=True):
-        told = made.at(densities.index(density)).payload_bytes(shape, torch.float32)
-        assert told == layout(DGC(density)).nbytes(math.prod(shape))
-        # The threshold is sampled, so fewer values may be sent; a table has 16 bytes.
-        messages = ranks * (ranks - 1)
-        assert 0.8 * messages * told <= nbytes <= messages * (told + HEADER_BYTES + 32)
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, [shape], made)
+        for step in range(12):
+            mine.average(drawn([shape], comm.rank, step))
+        return [outcome.wire_bytes for (outcome,) in mine.outcomes]
+
+    for sent in as_threads(ranks, body):
+        for nbytes, density in zip(sent, densities, strict=True):
+            told = made.at(densities.index(density)).payload_bytes(shape, torch.float32)
+            assert told == layout(DGC(density)).nbytes(math.prod(shape))
+            # The threshold is sampled, so fewer values may be sent; a table has 16 bytes.
+            most = (ranks - 1) * (told + HEADER_BYTES + 32)
+            assert 0.8 * (ranks - 1) * told <= nbytes <= most
 
 
 def test_one_rank_alone_has_momentum() -> None:
