@@ -53,14 +53,14 @@ if TYPE_CHECKING:
         state_dict,
     )
     from gradwire.controllers import LGreco
+    from gradwire.decide.auto import Auto
+    from gradwire.decide.replan import Replan
     from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
     from gradwire.integrations.attach import attach
-    from gradwire.integrations.auto import Auto
     from gradwire.integrations.backend_register import register
     from gradwire.integrations.flexible import Flexible
     from gradwire.integrations.handle import Handle
     from gradwire.integrations.probe import Probe, probe
-    from gradwire.integrations.replan import Replan
     from gradwire.integrations.trainers import accelerate as accelerate
     from gradwire.integrations.trainers import keras as keras
     from gradwire.integrations.trainers import lightning as lightning
@@ -150,9 +150,9 @@ _HOMES = {
     "integrations.backend_register": ("register",),
     "integrations.flexible": ("Flexible",),
     "integrations.handle": ("Handle",),
-    "integrations.auto": ("Auto",),
+    "decide.auto": ("Auto",),
     "integrations.probe": ("Probe", "probe"),
-    "integrations.replan": ("Replan",),
+    "decide.replan": ("Replan",),
     "integrations.triggers": ("Triggers",),
 }
 # Modules that need a trainer's package; so neither `from gradwire import *` nor `dir` has them.

@@ -69,7 +69,7 @@ def until_decided(model: Any, handle: Any, count: int, version: int) -> None:
     each pass, wait for the decision that it began."""
     for step in range(200):
         steps(model, step, step + 1)
-        handle.adaptation._serial.wait()
+        handle._reductions.runner.wait()
         seen = torch.tensor([len(handle.adaptation.history) - count, handle.plan.version - version])
         dist.all_reduce(seen, dist.ReduceOp.MIN)
         if seen.min() >= 0:

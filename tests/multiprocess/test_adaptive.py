@@ -14,7 +14,7 @@ from sharded_model import dumped, loaded, on_all, unlike
 import gradwire as gw
 from gradwire.controllers import Policy
 from ranks import Check, caught, each, refuses, together
-from rooms.integrations import deciding
+from rooms.decide import tables
 
 pytestmark = pytest.mark.multiprocess
 
@@ -204,7 +204,7 @@ def a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> N
     before = handle.plan.parameters
     with pytest.MonkeyPatch.context() as monkey:
         if what == "tables" and rank == where:
-            monkey.setattr(deciding, "table", broken)
+            monkey.setattr(tables, "table", broken)
         until_decided(model, handle, 2, 0)
     assert handle.plan.parameters == before
     for row in handle.adaptation.history:

@@ -8,7 +8,6 @@ has begun some more passes, or until the test lets it go on.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,8 @@ import gradwire as gw
 from gradwire.controllers import Budget, Layer, Policy
 from products import EXHAUSTIVE
 from ranks import each, together
-from rooms.integrations import Decider, Switch, deciding
+from rooms.decide import Decider, tables
+from rooms.integrations import Switch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -61,11 +61,11 @@ class Restless(Policy):
 def held(before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> Iterator[None]:
     """This rank calls `before` before it makes tables, and `after` once it has prepared a plan, of
     which its switch does not know yet."""
-    tables, prepare = Decider._tables, Switch._prepare
+    make, prepare = Decider._tables, Switch._prepare
 
     def held_tables(self: Any, window: Any) -> Any:
         before()
-        return tables(self, window)
+        return make(self, window)
 
     def held_prepare(self: Any, plan: Any) -> None:
         prepare(self, plan)
@@ -134,7 +134,7 @@ def ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
             switched += step > 1 and seen[-1][1] != seen[-2][1]
             if step % 20 == 0:
                 with lag.released():
-                    handle.adaptation._serial.wait()
+                    handle._reductions.runner.wait()
             if step == count // 2:  # resumed, each rank from its own state, while others decide
                 with lag.released():
                     state = loaded(dumped(handle.state_dict()))
@@ -146,7 +146,7 @@ def ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
         every = on_all((seen, weights(model)))
         assert all(one == every[0] for one in every)
         with lag.released():
-            handle.adaptation._serial.wait()
+            handle._reductions.runner.wait()
         handle.detach()
 
 
@@ -164,7 +164,7 @@ def a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> None:
         steps(model, 0, 20)
         assert on_all(handle.plan.version) == [0] * len(on_all(rank))
         goes_on.set()
-        handle.adaptation._serial.wait()
+        handle._reductions.runner.wait()
     versions = []
     for step in range(20, 24):
         steps(model, step, step + 1)
@@ -189,7 +189,7 @@ def a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: 
         if rank == 1:
             assert reached.wait(60)
         elif moment == "prepares":
-            handle.adaptation._serial.wait()
+            handle._reductions.runner.wait()
         on_all("there")
         state = loaded(dumped(handle.state_dict()))
         goes_on.set()
@@ -205,18 +205,21 @@ def a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: 
 
 
 def a_detached_policy_stops_after_the_running_table(rank: int) -> None:
-    reached, made, table = threading.Event(), [], deciding.table
+    reached, made, table = threading.Event(), [], tables.table
     model = model_of("ddp")
     handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
 
     def slow(name: str, *rest: Any) -> Layer:
         reached.set()
-        assert handle.adaptation._closed.wait(60)
+        assert closed.wait(60)
         made.append(name)
         return table(name, *rest)
 
+    runner = handle._reductions.runner
+    close, closed = runner.close, threading.Event()
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(deciding, "table", slow)
+        monkey.setattr(tables, "table", slow)
+        monkey.setattr(runner, "close", lambda: (close(), closed.set()))
         steps(model, 0, 5)
         assert reached.wait(60)
         handle.detach()
@@ -299,9 +302,9 @@ def windows_that_end_meanwhile_are_skipped(rank: int) -> None:
         steps(model, 0, 12)
         on_all("there")
         goes_on.set()
-        handle.adaptation._serial.wait()
+        handle._reductions.runner.wait()
         steps(model, 12, 16)
-        handle.adaptation._serial.wait()
+        handle._reductions.runner.wait()
     passes = [row["pass"] for row in handle.adaptation.history]
     assert passes[:1] == [1]
     assert set(passes).isdisjoint(range(2, 11)), passes
@@ -313,19 +316,19 @@ def windows_that_end_meanwhile_are_skipped(rank: int) -> None:
 
 def a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:
     """Rank 1 gives up on it; rank 0, which has it, does not ask for the plan alone."""
-    await_, count = deciding.awaited, itertools.count(1)
+    model = model_of("ddp")
+    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+    runner = handle._reductions.runner
+    tell = runner._tell
 
-    def late(comm: Any, pending: Any, check: Any) -> Any:
-        found = await_(comm, pending, check)
-        if next(count) == 3 and rank == 1:  # after the round's begin and the tables
+    def late(key: str, *rest: Any) -> Any:
+        found = tell(key, *rest)
+        if rank == 1 and key.endswith("/ruling"):
             raise gw.TransportError("rank 1: rank 0 did not reach the ruling")
         return found
 
-    model = model_of("ddp")
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(deciding, "awaited", late)
-        until_decided(model, handle, 1, 0)
+    runner._tell = late
+    until_decided(model, handle, 1, 0)
     (row,) = handle.adaptation.history
     assert "the plan stays: rank 1: rank 0 did not reach the ruling" in row["line"]
     assert row["changed"] == 0

@@ -30,7 +30,8 @@ from gradwire.transport import Mixed
 from leftovers import until
 from products import EXHAUSTIVE
 from ranks import as_processes, caught, together
-from rooms.integrations import Decider, Switch, full_state, in_backward
+from rooms.decide import Decider
+from rooms.integrations import Switch, full_state, in_backward
 
 pytestmark = pytest.mark.multiprocess
 

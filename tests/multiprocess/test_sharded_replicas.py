@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import each, refuses, together
-from rooms.integrations import deciding
+from rooms.decide import tables
 
 pytestmark = pytest.mark.multiprocess
 
@@ -173,7 +173,7 @@ def a_policy_decides_for_all_replicas(rank: int) -> None:
     before, at = handle.plan.parameters, len(handle.adaptation.history)
     with pytest.MonkeyPatch.context() as monkey:
         if rank == 3:
-            monkey.setattr(deciding, "table", lambda *_: 1 / 0)
+            monkey.setattr(tables, "table", lambda *_: 1 / 0)
         until_decided(model, handle, at + 2, 1)
     assert handle.plan.parameters == before
     assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])

@@ -1,29 +1,20 @@
 """Of `gradwire.integrations`: what its page does not export, and tests use."""
 
 from gradwire.integrations import (
-    auto,
-    automatic,
     backend,
     bias,
-    deciding,
     flexible,
     full_state,
     scatters,
     sharded_attach,
     torch_versions,
     uncompiled,
-    weighing,
 )
-from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.auto import WantedSetting
-from gradwire.integrations.automatic import Automatic
 from gradwire.integrations.backend import Group
 from gradwire.integrations.backend_entry import autoload
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import from_environment
 from gradwire.integrations.backward import in_backward
-from gradwire.integrations.choices import policy_of, targets_of
-from gradwire.integrations.deciding import Decider
 from gradwire.integrations.fsdp import Piece
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.gather import Gather, Split
@@ -32,14 +23,10 @@ from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.memory_checkpoint import MemoryCheckpoint
 from gradwire.integrations.metrics import Metrics, Sampler
 from gradwire.integrations.payloads import Payloads, _most
-from gradwire.integrations.replan import CHECKS
 from gradwire.integrations.saved import Saved, members_of
-from gradwire.integrations.serial import Serial
 from gradwire.integrations.sparse_methods import ALGORITHMS, method_of, selected_from
 from gradwire.integrations.state import merge_states
 from gradwire.integrations.summary import short
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.trainers.given import stand_in
-from gradwire.integrations.turns import UNTIMED, PlanTurns
-from gradwire.integrations.weighing import MOST, priorities, together
 from gradwire.integrations.wrapped import original, plain_name, plain_names

@@ -16,19 +16,18 @@ from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.controllers import Policy
+from gradwire.decide.auto import Auto
+from gradwire.decide.replan import Replan
+from gradwire.decide.targets import policy_of, targets_of
 from gradwire.errors import ConfigError, check_keywords, nearest
 from gradwire.groups import communicator
 from gradwire.integrations.alone import attach_alone
-from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
-from gradwire.integrations.choices import policy_of, targets_of
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
-from gradwire.integrations.policies import adapt, automate
 from gradwire.integrations.refused import check_module
-from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
@@ -301,9 +300,9 @@ class Planned:
         if plan.rules.uncompiled:  # there is nothing to choose from
             return made
         if adaptive is not None:
-            adapt(reductions, *adaptive)
+            reductions.adapt(*adaptive)
         if auto is not None and comm.world_size > 1:  # a single rank sends nothing
-            automate(reductions, auto)
+            reductions.automate(auto)
         return made
 
     def _planned(self, rules: Rules) -> Plan:

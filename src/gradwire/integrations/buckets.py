@@ -344,13 +344,7 @@ class Buckets(Reductions):
         contents = alike(self.owner, f"{self.owner.key}/plan {plan.version}", lambda: self.known)
         return rehearse(self.owner, plan, contents, self.members)
 
-    def for_policy(self) -> dict[str, Any]:
-        auto, found = self.automatic, {"buckets": self._names}
-        return found | (
-            {} if auto is None else {"serial": auto.serial, "name": f"policy {auto.passes}"}
-        )
-
-    def _names(self) -> list[list[str]]:
+    def bucket_names(self) -> list[list[str]]:
         """Of the parameters of each bucket, in the order of sending."""
         return [[member.name for member in content.members] for content in self.known]
 

@@ -32,7 +32,6 @@ from gradwire.groups import communicator
 from gradwire.integrations.gain_samples import GainSamples
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.memory_checkpoint import MemoryCheckpoint, Stateful, check_stateful
-from gradwire.integrations.policies import refuse_update
 from gradwire.integrations.sparse_methods import (
     ALGORITHMS,
     base_of,
@@ -98,7 +97,7 @@ class Flexible:
     ) -> None:
         if not isinstance(handle, Handle) or not isinstance(model, DistributedDataParallel):
             raise ConfigError("Flexible: give a DDP module and its handle, as attach returned it")
-        refuse_update(handle.adaptation)
+        handle._reductions.refuse_update()
         check_stateful(stateful)
         check_numbers(steps, seconds)
         if len(set(densities)) < 2:

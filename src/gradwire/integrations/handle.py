@@ -10,14 +10,13 @@ from typing import Any
 from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
+from gradwire.decide.auto import Automatic
+from gradwire.decide.policy import Adaptation
 from gradwire.engine import failing_together
 from gradwire.errors import ConfigError, or_misspelt
-from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.automatic import Automatic, refuse_changes
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
-from gradwire.integrations.policies import adapt, refuse_update
 from gradwire.integrations.reductions import Reductions, with_options
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.saved import Saved
@@ -119,8 +118,7 @@ class Handle(Saved):
                 every rank at the same step, and the present plan stays in force.
         """
         self._check_attached("update")
-        refuse_changes(self.automatic)
-        refuse_update(self.adaptation)
+        self._reductions.refuse_update()
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
             "error_feedback": error_feedback,
@@ -406,7 +404,7 @@ class Handle(Saved):
         self._reductions.adopt()
         self._reductions.decisions = on.decisions
         if adaptation is not None:
-            adapt(self._reductions, adaptation.policy, adaptation.replan, adaptation, now[2])
+            self._reductions.adapt(adaptation.policy, adaptation.replan, adaptation, now[2])
 
     def detach(self) -> None:
         """Give the module its own synchronisation back: under DDP plain averages, from the end of

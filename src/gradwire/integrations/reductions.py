@@ -7,16 +7,25 @@ integrations/scatters.py those of FSDP2 modules.
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from gradwire.aggregators import Attached, Observation
 from gradwire.collectives import Collective, Options, retire
 from gradwire.collectives.calling import options_of
+from gradwire.controllers import Policy
+from gradwire.decide.auto import Auto, Automatic
+from gradwire.decide.policy import Adaptation
+from gradwire.decide.replan import Replan
+from gradwire.decide.scripts import Make, Runner
+from gradwire.decide.tables import Place
+from gradwire.decide.weighing import Names
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.integrations.bias import warn_of_bias, warn_user
@@ -24,10 +33,9 @@ from gradwire.integrations.metrics import Metrics
 from gradwire.integrations.summary import Expected
 from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules
+from gradwire.planner.links import exchanged
 
-if TYPE_CHECKING:
-    from gradwire.integrations.adaptation import Adaptation
-    from gradwire.integrations.automatic import Automatic
+log = logging.getLogger("gradwire")
 
 State = Mapping[str, Any]
 _TOTALS = ("steps", "calls", "wire_bytes", "raw_bytes", "kernel_calls")
@@ -47,8 +55,9 @@ class Reductions:
         installed: whether the module calls them.
         switch: the plans.
         metrics, sampler: of passes.
+        runner: of the scripts that change plans.
         adaptation: of a policy, which is given averages; None: there is none at work.
-        automatic: mode, which is told of passes; None: it is not asked for.
+        automatic: mode; None: it is not asked for.
         decisions: of both, see `Handle.history`.
     """
 
@@ -63,6 +72,9 @@ class Reductions:
         self.metrics = Metrics(ranks)
         self.sampler = self.metrics.sampler
         self.switch = Switch(plan, self.owners, self.rehearse)
+        self.runner = Runner(
+            self.owner.comm.workers, self.tell, self.switch.ask, self.owner.comm.check
+        )
         self.adaptation: Adaptation | None = None
         self.automatic: Automatic | None = None
         self.decisions: list[dict[str, Any]] = []
@@ -123,10 +135,10 @@ class Reductions:
             least: the least plan version that any rank offered in the previous pass; None: unknown.
             span: seconds that the previous pass took, if known.
         """
-        if self.automatic is not None:
-            self.automatic.begin()
-        if (adaptation := self.adaptation) is not None:
-            adaptation.begin(span)
+        window = None if self.adaptation is None else self.adaptation.ended()
+        self.runner.begin(self.switch.plan.version, span, window)
+        if self.adaptation is not None:
+            self.adaptation.begin()
         self.count(steps=1)
         self.sampler.begin(self.steps)
         before = self.switch.plan
@@ -172,9 +184,20 @@ class Reductions:
 
     # ---- plans
 
-    def decided(self, row: Mapping[str, Any]) -> None:
-        """Note a decision of a policy or of automatic mode."""
-        self.decisions.append({"step": self.steps, **row})
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.switch.plan
+
+    @property
+    def newest(self) -> Plan:
+        """The plan requested last."""
+        return self.switch.newest
+
+    def rewrite(self, change: Make) -> None:
+        """Change all plans, that in force too, between two passes, and run as they say."""
+        self.switch.change(change)
+        self.adopt()
 
     def adopt(self) -> None:
         """Run as the plan in force says, from the running pass on."""
@@ -211,8 +234,84 @@ class Reductions:
         """Prepare the collectives of `plan`."""
         raise NotImplementedError
 
-    def for_policy(self) -> dict[str, Any]:
-        """What `Adaptation` takes of this kind of module."""
+    # ---- what decides
+
+    def adapt(
+        self,
+        policy: Policy,
+        replan: Replan,
+        before: Adaptation | None = None,
+        passes: int = 0,
+    ) -> None:
+        """Let a policy choose methods from now on.
+
+        Args:
+            before, passes: of a policy to be carried on, see `Adaptation`.
+
+        Raises:
+            ConfigError: there is no choice around the plan's methods.
+        """
+        adaptation = Adaptation(policy, replan, self, before, passes)
+        if self.ranks > 1:  # a single rank sends nothing
+            self.adaptation = adaptation
+            adaptation.start()
+
+    def automate(self, auto: Auto) -> None:
+        """Let trials choose the plan from now on."""
+        uncompressed = self.planned(self.plan, self.plan.rules.changed(codec=None))
+        both = zip(self.plan.parameters, uncompressed.parameters, strict=True)
+        if not any(p.numel and p.inner != without.inner for p, without in both):
+            line = (
+                "there is nothing to compress: include, exclude and codecs leave no matrix of "
+                "fp32, fp16 or bf16; nothing is tried"
+            )
+            self.decided({"by": "auto", "pass": 0, "line": line})
+            if self.place.first:
+                log.warning("auto: %s", line)
+            return
+        self.automatic = Automatic(auto, self)
+        self.runner.start(self.automatic.script())
+
+    @property
+    def place(self) -> Place:
+        """This rank among those that decide."""
+        comm = self.owner.comm
+        return Place(comm.ranks[comm.rank], comm.rank, comm.world_size)
+
+    def deciding(self) -> list[Communicator]:
+        """Those of the ranks that decide: of shards, then of replicas."""
+        return [self.owner.comm]
+
+    def tell(self, key: str, value: Any, check: Callable[[], None]) -> list[Any]:
+        """What all ranks tell that decide."""
+        every = [value]
+        for comm in self.deciding():
+            told = exchanged(comm, f"{self.owner.key}/{key}", json.dumps(every), check)
+            every = [one for text in told for one in json.loads(text)]
+        return every
+
+    def decided(self, row: Mapping[str, Any]) -> None:
+        """Note a decision of a policy or of automatic mode."""
+        self.decisions.append({"step": self.steps, **row})
+
+    def refuse_update(self) -> None:
+        """Raise ConfigError for an update by the user where these make them."""
+        if self.automatic is not None:
+            raise ConfigError(
+                'update: "auto" changes this handle\'s plan: detach, and attach with a codec'
+            )
+        if self.adaptation is not None:
+            raise ConfigError(
+                f"update: the policy {self.adaptation.policy.name} changes this handle's plan: "
+                "detach, and attach without one"
+            )
+
+    def shard(self, name: str) -> torch.Tensor:
+        """This rank's part of a weight."""
+        raise NotImplementedError
+
+    def bucket_names(self) -> Names:
+        """Of the parameters of each bucket, in the order of sending."""
         raise NotImplementedError
 
     def learn(self, smallest: int, steps: int) -> int:
@@ -264,12 +363,11 @@ class Reductions:
     def remove(self) -> None:
         """Give the module its own collectives back."""
         self.installed = False
-        at_work = [one for one in (self.automatic, self.adaptation, self.switch) if one is not None]
-        for one in at_work:
-            one.close()
+        self.runner.close()
+        self.switch.close()
         if not self.owner.comm.workers.owns(threading.current_thread()):
-            for one in at_work:  # what runs in torch as the process ends would abort it
-                one.join()
+            self.runner.join()  # what runs in torch as the process ends would abort it
+            self.switch.join()
 
     def close(self) -> None:
         """Issue nothing any more."""

@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 import torch
 
 from gradwire.aggregators import Attached
+from gradwire.decide.auto import Automatic
+from gradwire.decide.policy import Adaptation
 from gradwire.errors import ConfigError
-from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.automatic import Automatic
 from gradwire.integrations.checkpoint import OfOneRank, check_caller, read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.metrics import times_less
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
-from gradwire.integrations.state import merge_states
+from gradwire.integrations.state import merge_states, of_job
 from gradwire.lang import rng
 from gradwire.planner import ParameterPlan, Plan
 
@@ -165,7 +165,7 @@ class Saved:
         states, any_plan = states_of(state), self.automatic is not None
         of_policy = None
         if self.adaptation is not None and not any_plan:
-            of_policy = self.adaptation.loading(states)
+            of_policy = self.adaptation.loading(of_job(states).get("policy"))
         plan, load_policy = of_policy or (self.plan, None)
         of = self.rank, self.world_size, plan, self._layout, any_plan
         merged = merge_states(states, *of)

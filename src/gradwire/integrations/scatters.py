@@ -8,6 +8,7 @@ integrations/gathered.py. A pass begins with the first reduce-scatter of a backw
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,11 +20,11 @@ import torch
 from gradwire.aggregators import Attached
 from gradwire.collectives import Collective, Item, Operation, prepare, start_round
 from gradwire.collectives.legal import uncompressed
-from gradwire.engine import Outcome, Owner
+from gradwire.decide.tables import Place
+from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, Forward, running
-from gradwire.integrations.deciding import Deciders, exchanged_json
 from gradwire.integrations.gathered import NO_STATS, GatheredWeights
 from gradwire.integrations.learning import learned, wanted
 from gradwire.integrations.reductions import Reductions, State, version_values
@@ -35,6 +36,7 @@ from gradwire.integrations.summary import Expected, expected_scatter
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.planner import Levels, Plan, Rules, WeightRules
+from gradwire.planner.links import exchanged
 from gradwire.planner.weights import all_in_blocks
 from gradwire.waiting import result_of
 
@@ -172,8 +174,8 @@ class Scatters(Reductions):
         for comm in self.comms():
             issued = [owner.core.issued for owner in owners if owner.comm is comm]
             key = f"{self.owner.key}/interrupted {self._interruptions}"
-            every = exchanged_json(comm, key, issued, self._check_owners)
-            alike &= all(one == issued for one in every)
+            every = exchanged(comm, key, json.dumps(issued), self._check_owners)
+            alike &= all(json.loads(one) == issued for one in every)
         if not alike:
             self.abandon(what="forward")
         self._check_owners()
@@ -338,18 +340,24 @@ class Scatters(Reductions):
             for last in known
         ]
 
-    def for_policy(self) -> dict[str, Any]:
-        def shard(name: str) -> torch.Tensor:
-            parameter = self._records[name].sharded_param
-            local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
-            return local
+    @property
+    def place(self) -> Place:
+        rank = self.owner.comm.ranks[self.owner.comm.rank]
+        shard = 0 if self.groups.scatter is None else self.owner.comm.rank
+        replica = 0 if self.groups.replicas is None else self.replicas.comm.rank
+        return Place(rank, shard, self.groups.shards, replica, pieces=True)
 
+    def deciding(self) -> list[Communicator]:
         comms = [
             None if self.groups.scatter is None else self.owner.comm,
             None if self.groups.replicas is None else self.replicas.comm,
         ]
-        some = [None if c is None or c.world_size == 1 else c for c in comms]
-        return {"shards": shard, "ranks": Deciders(*some)}
+        return [comm for comm in comms if comm is not None and comm.world_size > 1]
+
+    def shard(self, name: str) -> torch.Tensor:
+        parameter = self._records[name].sharded_param
+        local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
+        return local
 
     def learn(self, smallest: int, steps: int) -> int:
         if self.groups.scatter is None or not self.installed:

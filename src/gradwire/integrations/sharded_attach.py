@@ -15,16 +15,15 @@ import torch.distributed as dist
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
+from gradwire.decide.replan import Replan
+from gradwire.decide.targets import targets_of
 from gradwire.engine import agree_over, greatest_told
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
-from gradwire.integrations.choices import targets_of
 from gradwire.integrations.fsdp import Groups, gather_group, process_groups
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.policies import adapt
-from gradwire.integrations.replan import Replan
 from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.scatters import Scatters
@@ -95,7 +94,7 @@ class PlannedShards:
         residuals = ResidualLayout(groups.shards, self.trained.dims())
         scatters = install(plan)
         if adaptive is not None and not plan.rules.uncompiled:
-            adapt(scatters, *adaptive)
+            scatters.adapt(*adaptive)
         return Handle(scatters, seed, groups.rank, gather, residuals, install)
 
     def _planned(self, rules: Rules) -> Plan:

@@ -24,9 +24,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from gradwire.collectives import Collective
+from gradwire.decide.scripts import CLOSING_S, Detached
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError, already_global
-from gradwire.integrations.serial import CLOSING_S, Detached
 from gradwire.planner import Plan
 from gradwire.planner.links import awaited
 from gradwire.waiting import result_of, until

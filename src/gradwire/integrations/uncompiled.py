@@ -15,12 +15,12 @@ import torch
 
 from gradwire.aggregators import registry
 from gradwire.controllers import Policy
+from gradwire.decide.auto import Auto
+from gradwire.decide.replan import Replan
+from gradwire.decide.targets import targets_of
 from gradwire.engine import Communicator, greatest_told
 from gradwire.errors import ConfigError
-from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_once
-from gradwire.integrations.choices import targets_of
-from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
 from gradwire.lang.kernels import MEND, announce, uncompiled
 from gradwire.planner import Plan, Rules

@@ -1,20 +1,18 @@
-"""How ranks decide together: they exchange tables, and rank 0 asks the policy.
+"""How ranks decide together about a target: rank 0 asks the policy with the tables of all.
 
     1. each rank makes the tables of what it has summed (gradwire/controllers), no faster than a
        share of one core
-    2. ranks exchange tables
-    3. rank 0 asks the policy, and tells its ruling to all
+    2. ranks tell their tables
+    3. rank 0 asks the policy, and tells its ruling
 
-Under HSDP each replica does so, with equal values; what the first one finds holds in all.
-
-A check is alike: its tables have the errors of two choices, the plan in force and the uniform one.
-If a step fails on one rank, it fails on all. What a policy remembers is on rank 0 of each replica.
+Under HSDP values are equal in all replicas, and those of the first one are used. A check is alike:
+its tables have the errors of two choices, the plan in force and the uniform one. If a step fails on
+one rank, it fails on all. What a policy remembers is on rank 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +27,10 @@ from gradwire.controllers import Budget, Layer, Policy, error
 from gradwire.controllers.layer import plan_error
 from gradwire.controllers.losses import losses
 from gradwire.controllers.tables import table
-from gradwire.engine import Communicator
+from gradwire.decide.replan import Replan
+from gradwire.decide.scripts import Detached, Script, Tell
+from gradwire.decide.targets import Target
 from gradwire.errors import ConfigError
-from gradwire.integrations.choices import Target
-from gradwire.integrations.replan import Replan
-from gradwire.planner.links import awaited
 
 _POLL_S = 0.05
 
@@ -94,46 +91,37 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Deciders:
-    """The ranks that decide together.
+class Place:
+    """A rank among those that decide.
 
     Attributes:
-        parts: of one replica, each of which has some of the values; None: this rank has all.
-        copies: of all replicas, with the same values; None: there is one replica.
+        rank: in the job, for errors.
+        index, ranks: of the ranks of its replica.
+        replica: there are several under HSDP, with equal values.
+        pieces: whether each rank has a shard of every parameter.
     """
 
-    parts: Communicator | None
-    copies: Communicator | None = None
-
-    def all_tell(self, key: str, told: Any, check: Callable[[], None]) -> list[Any]:
-        """What every rank of every replica tells; collective.
-
-        Raises:
-            TransportError: a rank did not come.
-        """
-        parts = exchanged_json(self.parts, key, told, check)
-        copies = exchanged_json(self.copies, f"{key}/copies", parts, check)
-        return [one for of in copies for one in of]
+    rank: int
+    index: int
+    ranks: int
+    replica: int = 0
+    pieces: bool = False
 
     @property
-    def asks(self) -> bool:
-        """Whether this rank asks the policy, for its replica."""
-        return self.parts is None or self.parts.rank == 0
+    def first(self) -> bool:
+        """Whether it asks the policy, and speaks for all."""
+        return self.index == self.replica == 0
 
-    @property
-    def tells(self) -> bool:
-        """Whether this rank is the one that speaks for all."""
-        return self.asks and (self.copies is None or self.copies.rank == 0)
+    def sums(self, number: int) -> bool:
+        """Whether it sums the averages of a parameter."""
+        return self.pieces or number % self.ranks == self.index
 
 
 class Decider:
     """This rank's part in decisions about one target.
 
     Args:
-        ranks: that decide.
-        key: of its exchanges, the same on all ranks.
-        pieces: whether each rank has a shard of every parameter.
-        check: called before each table and while this rank waits; what it raises ends the decision.
+        check: called before each table and in pauses; what it raises ends the decision.
     """
 
     def __init__(
@@ -141,81 +129,76 @@ class Decider:
         policy: Policy,
         replan: Replan,
         target: Target,
-        ranks: Deciders,
-        key: str,
-        pieces: bool,
+        place: Place,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy = self._given = policy
-        self._replan, self._target, self._ranks, self._pieces = replan, target, ranks, pieces
-        self._key, self._check = f"{key}/{target.kind}", check
-        self._exchanges = 0
+        self._replan, self._target, self._place, self._check = replan, target, place, check
         self._last: Chosen | None = None  # on rank 0
 
-    def decide(self, window: Window, weights: Mapping[str, float]) -> Ruling:
-        """Ask the policy; collective.
+    def decide(self, key: str, window: Window, weights: Mapping[str, float]) -> Script:
+        """Ask the policy.
 
         Args:
+            key: of this decision.
             weights: what a byte of a parameter counts, where not 1.
+
+        Returns:
+            A `Ruling`, the same on all ranks.
 
         Raises:
             ConfigError: a rank failed.
-            TransportError: a rank did not come.
         """
-        answer = self._asked(
+        answer = yield from self._asked(
+            f"{key}/{self._target.kind}",
             lambda: dict(self._tables(window)),
             lambda every: dataclasses.asdict(self._ruling(window, self._layers(every, weights))),
         )
         return Ruling(**answer)
 
-    def grown(self, window: Window) -> float | None:
+    def grown(self, key: str, window: Window) -> Script:
         """By which factor the error of the plan in force, over the uniform plan's, has grown since
-        it was chosen; None: it was not chosen, or nothing can be said. Collective.
-
-        Raises:
-            ConfigError: a rank failed.
-            TransportError: a rank did not come.
-        """
-        answer = self._asked(
-            lambda: dict(self._errors(window)), lambda every: {"grown": self._growth(window, every)}
+        it was chosen; None: it was not chosen, or nothing can be said. Else as `decide`."""
+        answer = yield from self._asked(
+            f"{key}/check of {self._target.kind}",
+            lambda: dict(self._errors(window)),
+            lambda every: {"grown": self._growth(window, every)},
         )
-        return answer["grown"]  # type: ignore[no-any-return]
-
-    # ---- exchanges
+        return answer["grown"]
 
     def _asked(
         self,
+        key: str,
         tables: Callable[[], dict[str, Any]],
         answer: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    ) -> dict[str, Any]:
-        """What rank 0 of the first replica answers to the tables of its ranks."""
-        self._exchanges += 1
-        key, ranks = f"{self._key} {self._exchanges}", self._ranks
-        every = self._exchanged(ranks.parts, f"{key}/tables", _told(ranks, tables))
-        mine: dict[str, Any] = _failed(every) or {}
-        if ranks.asks and not mine:
-            mine = _told(ranks, lambda: answer(every))
-        mine = self._exchanged(ranks.parts, key, mine)[0]
-        found = self._exchanged(ranks.copies, f"{key}/ruling", mine)
-        failed = _failed(found)
-        if failed is not None:
-            raise ConfigError(failed["failed"])
-        return found[0]
+    ) -> Script:
+        """What rank 0 answers to the tables of all ranks."""
+        mine = self._made(tables) if self._place.replica == 0 else {"made": {}}
+        every = _whole((yield Tell(f"{key}/tables", mine)))
+        mine = self._made(lambda: answer(every)) if self._place.first else {"made": {}}
+        return _whole((yield Tell(f"{key}/ruling", mine)))[0]
 
-    def _exchanged(
-        self, comm: Communicator | None, key: str, told: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        return exchanged_json(comm, key, told, self._check)
+    def _made(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return {"made": make()}
+        except Detached:
+            raise
+        except BaseException as failed:  # SystemExit, too: other ranks wait for this one
+            return {"failed": f"rank {self._place.rank}: {reason(failed)}"}
 
     # ---- tables, as JSON has them
 
     def _throttled(self, window: Window) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values in their shape); pauses in between keep to the share of a core."""
+        pieces = self._place.pieces
         for name, values in window.values.items():
             self._check()
             if values.numel():
                 begun = time.perf_counter()
-                yield name, values.view((1, -1) if self._pieces else self._target.shapes[name])
+                yield (
+                    name,
+                    values.view((1, -1) if self._place.pieces else self._target.shapes[name]),
+                )
                 took = time.perf_counter() - begun
                 self._pause(took * (1 / self._replan.share - 1))
 
@@ -298,7 +281,7 @@ class Decider:
         Args:
             methods: those in force.
         """
-        if not self._ranks.tells:
+        if not self._place.first:
             return {}
         found: dict[str, Any] = {"memory": self.policy.memory()}
         if self._last is not None and dict(self._last.methods) == dict(methods):
@@ -329,34 +312,17 @@ class Decider:
         return load
 
 
-def _told(ranks: Deciders, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return make()
-    except BaseException as failed:  # SystemExit, too: other ranks wait for this one
-        comm = ranks.parts or ranks.copies
-        rank = 0 if comm is None else comm.ranks[comm.rank]
-        return {"failed": f"rank {rank}: {reason(failed)}"}
-
-
 def reason(error: BaseException) -> str:
     """In one line, never empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _failed(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What the first rank tells that has failed."""
-    return next((one for one in every if "failed" in one), None)
-
-
-def exchanged_json(
-    comm: Communicator | None, key: str, told: Any, check: Callable[[], None]
-) -> list[Any]:
-    """What every rank tells; `check` is called while this one waits."""
-    if comm is None:
-        return [told]
-    assert comm.member is not None
-    pending = comm.member.exchange(key, json.dumps(told).encode())
-    return [json.loads(part) for part in awaited(comm, pending, check)]
+def _whole(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ranks have made; raises what the first of them tells that has failed."""
+    for one in every:
+        if "failed" in one:
+            raise ConfigError(one["failed"])
+    return [one["made"] for one in every]
 
 
 def _norm(parts: Sequence[Any]) -> np.ndarray:

@@ -1,0 +1,20 @@
+"""Of `gradwire.decide`: what its page does not export, and tests use."""
+
+from gradwire.decide import tables
+from gradwire.decide.auto import Automatic, worth
+from gradwire.decide.policy import Adaptation
+from gradwire.decide.replan import CHECKS
+from gradwire.decide.scripts import (
+    UNTIMED,
+    NextWindow,
+    Pass,
+    Passes,
+    Runner,
+    Script,
+    Tell,
+    Use,
+    tried,
+)
+from gradwire.decide.tables import Decider
+from gradwire.decide.targets import policy_of, targets_of
+from gradwire.decide.weighing import MOST, priorities, together
