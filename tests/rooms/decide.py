@@ -6,6 +6,7 @@ from gradwire.decide.policy import Adaptation
 from gradwire.decide.replan import CHECKS
 from gradwire.decide.scripts import (
     UNTIMED,
+    Make,
     NextWindow,
     Pass,
     Passes,
@@ -15,6 +16,6 @@ from gradwire.decide.scripts import (
     Use,
     tried,
 )
-from gradwire.decide.tables import Decider
+from gradwire.decide.tables import Decider, Place
 from gradwire.decide.targets import policy_of, targets_of
 from gradwire.decide.weighing import MOST, priorities, together

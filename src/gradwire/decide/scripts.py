@@ -196,6 +196,7 @@ class Runner:
         tell: what all ranks tell under a key; it calls its third argument while it waits.
         ask: requests a plan.
         check: raises if the group is broken.
+        clock: seconds.
 
     Attributes:
         passes: that have begun.
@@ -208,8 +209,10 @@ class Runner:
         tell: Callable[[str, Any, Callable[[], None]], list[Any]],
         ask: Callable[[Make], Update],
         check: Callable[[], None] = _nothing,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.passes = 0
+        self._clock = clock
         self._workers, self._tell, self._ask, self._check = workers, tell, ask, check
         self._idle = threading.Condition(threading.RLock())
         self._scripts: list[Running] = []
@@ -237,7 +240,7 @@ class Runner:
 
     def begin(self, version: int, span: float | None = None, window: Any = None) -> None:
         """A pass begins: note the one before, if there is one."""
-        now = time.perf_counter()
+        now = self._clock()
         with self._idle:
             if self._began is not None:
                 ended = Pass(self.passes, version, now - self._began, span, window)

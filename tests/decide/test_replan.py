@@ -7,7 +7,7 @@ import torch
 import gradwire as gw
 from gradwire.aggregators import Compressed, PowerSGD
 from gradwire.planner import Rules, make_plan
-from rooms.integrations import CHECKS, targets_of
+from rooms.decide import CHECKS, targets_of
 
 SCHEDULES = [
     gw.Replan(),
