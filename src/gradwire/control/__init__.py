@@ -4,12 +4,13 @@ A process has one `Channel`: a control thread, which calls listeners and complet
 thread per store server, which makes all operations on that server. The modules, from the bottom up:
 `namespace` (keys), `journal` (an append-only list), `host` (the address and liveness of a store
 server), `connection` (its thread), `rendezvous` (the incarnation of a group), `agreements`
-(exchanges and agreements), `participant` (a rank's part in a group), `member` and `channel` (the
-interface). docs/internals/control.md has the protocol, its keys, its cost, and its reasons.
+(exchanges and agreements), `participant` (a rank's part in a group), `member`, `channel`, and
+`ranks` (the interface). docs/internals/control.md has the protocol, its keys, costs and reasons.
 """
 
 from gradwire.control.channel import Channel
 from gradwire.control.description import digest
 from gradwire.control.member import Listener, Member
+from gradwire.control.ranks import Pending, Ranks
 
-__all__ = ["Channel", "Listener", "Member", "digest"]
+__all__ = ["Channel", "Listener", "Member", "Pending", "Ranks", "digest"]

@@ -74,6 +74,8 @@ class Member:
         self._open: list[PendingResult[Any]] = []  # on the control thread, as the next one
         self._broken: BaseException | None = None
         self._leaving = threading.Lock()
+        self._counting = threading.Lock()
+        self._uses: dict[str, int] = {}
         self._part = Participant(connection, store, rank, world_size, timeout, attempts, self._hear)
         connection.submit(self._part.begin)
 
@@ -93,6 +95,12 @@ class Member:
             return
         if not self._channel.is_forked:
             self._submit(lambda: self._part.tell(text), None)
+
+    def counted(self, key: str) -> str:
+        """A key for the next use of `key`: the same on all ranks that use it in one order."""
+        with self._counting:
+            count = self._uses[key] = self._uses.get(key, 0) + 1
+        return key if count == 1 else f"{key} ({count})"
 
     def exchange(self, key: str, mine: bytes) -> Future[list[bytes]]:
         """Every rank's bytes, in rank order.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from gradwire.control import Ranks
 from gradwire.engine.core import Actions, Core, Place
 from gradwire.engine.cuda_streams import StreamFuture
 from gradwire.engine.identity import MOST_WINDOW, call_tag, scope_tag
@@ -154,6 +155,12 @@ class Owner:
         self.comm.check()
         if self.error is not None:
             raise again(self.error)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of its group; what they tell is named after this owner. A TransportError ends
+        their wait alone, until the group is found broken."""
+        return Ranks([self.comm.member], self.key, self.check)
 
     def new_lanes(self) -> TicketLanes:
         """New lanes for a ticket."""

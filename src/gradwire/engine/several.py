@@ -6,9 +6,10 @@ cause wait for it. So a difference is carried on into the later groups, and a fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from gradwire.control import Ranks
 from gradwire.engine.communicator import Communicator
 from gradwire.errors import ConfigError, TransportError
 
@@ -22,6 +23,32 @@ def failing_together(comms: Sequence[Communicator]) -> Iterator[None]:
         for comm in comms:
             comm.fail(error)
         raise
+
+
+def ranks_of(
+    comms: Sequence[Communicator],
+    key: str = "group",
+    check: Callable[[], None] | None = None,
+    breaks: bool = True,
+) -> Ranks:
+    """All ranks of these groups.
+
+    Args:
+        key: of what they tell, the same on all ranks.
+        check: called while this rank waits, in place of the groups' checks.
+        breaks: whether a TransportError, of a peer that did not come for example, breaks all of the
+            groups: what all ranks call at one place. Else it ends the wait alone.
+    """
+
+    def check_all() -> None:
+        for comm in comms:
+            comm.check()
+
+    def fail_all(error: TransportError) -> None:
+        for comm in comms if breaks else ():
+            comm.fail(error)
+
+    return Ranks([comm.member for comm in comms], key, check or check_all, fail_all)
 
 
 def agree_over(comms: Sequence[Communicator], what: str, description: list[str]) -> None:

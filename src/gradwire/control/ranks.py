@@ -1,0 +1,189 @@
+"""Ranks that tell each other values, and agree: of one process group, or of several.
+
+Several groups, such as those of shards and of replicas, are asked one after the other: what all
+ranks of the first hold is what each of them tells in the second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from gradwire.control.description import digest
+from gradwire.control.member import Member
+from gradwire.errors import ConfigError, TransportError, again, already_global
+
+T = TypeVar("T")
+Steps = Generator["Future[Any]", Any, T]
+
+_POLL_S = 0.2
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class Ranks:
+    """The ranks that agree: of one group, or of several, one after the other.
+
+    Uses of a key are counted, so that all ranks use it in the same order. A single rank answers at
+    once.
+
+    Args:
+        members: this rank's memberships, such as that of shards and then that of replicas; None: a
+            group of one rank.
+        key: of all that they tell; the same on all ranks.
+        check: of the groups: called a few times per second while this rank waits; what it raises
+            ends the wait.
+        fail: called, on the thread that waits, with a TransportError that ends the wait. A rank
+            whose first group has failed does not come to the second, whose ranks wait for it.
+
+    Attributes:
+        size: how many ranks there are.
+        rank: the place of this one in what they tell: the last group's number counts most.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member | None],
+        key: str,
+        check: Callable[[], None] = _nothing,
+        fail: Callable[[TransportError], None] = _nothing,
+    ) -> None:
+        self._members = [member for member in members if member is not None]
+        self._key, self._check, self._fail = key, check, fail
+        self.size, self.rank = 1, 0
+        for member in self._members:
+            self.rank += member.rank * self.size
+            self.size *= member.world_size
+
+    def tell(self, key: str, value: Any) -> Pending[list[Any]]:
+        """What all ranks tell, by rank.
+
+        Args:
+            value: for JSON, at most 4 MiB in all that a rank tells in a group.
+        """
+        return Pending(self._told(self._named(key), value), self._check, self._fail)
+
+    def agree(self, key: str, what: str, lines: Sequence[str]) -> Pending[int]:
+        """Verify that all ranks hold the same lines; see `Member.agree`.
+
+        Args:
+            what: the subject, for errors.
+
+        Returns:
+            The digest in the first group. Where two ranks of a group differ, all ranks of it, and
+            of the groups after it, get a ConfigError with the first difference, and who holds what.
+        """
+        return Pending(self._agreed(self._named(key), what, lines), self._check, self._fail)
+
+    def _named(self, key: str) -> list[tuple[Member, str]]:
+        """The memberships, and the name of the next use of a key in each."""
+        return [(member, member.counted(f"{self._key}/{key}")) for member in self._members]
+
+    def _told(self, named: list[tuple[Member, str]], value: Any) -> Steps[list[Any]]:
+        text = json.dumps([value] if not named else value).encode()
+        for member, name in named:
+            text = b"[" + b",".join((yield member.exchange(name, text))) + b"]"
+        found: list[Any] = json.loads(text)
+        for _ in named[1:]:
+            found = [one for of in found for one in of]
+        return found
+
+    def _agreed(
+        self, named: list[tuple[Member, str]], what: str, lines: Sequence[str]
+    ) -> Steps[int]:
+        numbers, refused = [] if named else [digest(1, what, lines)], None
+        for number, (member, name) in enumerate(named):
+            if number:  # what was refused in a group before
+                told = yield member.exchange(f"{name}, before", str(refused or "").encode())
+                said = next(filter(None, told), b"").decode()
+                if said and refused is None:
+                    refused = already_global(ConfigError(said), member.ranks)
+            if refused is None:
+                try:
+                    numbers.append((yield member.agree(name, what, lines)))
+                except ConfigError as error:
+                    refused = error
+        if refused is not None:
+            raise refused
+        return numbers[0]
+
+
+class Pending(Generic[T]):
+    """What ranks will have told, or agreed on.
+
+    Args:
+        steps: that lead to it. Each begins when the one before has ended, whether this rank waits
+            or not.
+        check, fail: see `Ranks`.
+    """
+
+    def __init__(
+        self, steps: Steps[T], check: Callable[[], None], fail: Callable[[TransportError], None]
+    ) -> None:
+        self._whole: Future[T] = Future()
+        self._steps, self._check, self._fail = steps, check, fail
+        self._go_on(partial(next, steps))
+
+    def _go_on(self, take: Callable[[], Future[Any]]) -> None:
+        """Begin the next step."""
+        try:
+            step = take()
+        except StopIteration as end:
+            self._whole.set_result(end.value)
+        except Exception as error:
+            self._whole.set_exception(error)
+        else:
+            step.add_done_callback(self._ended)
+
+    def _ended(self, step: Future[Any]) -> None:
+        error = step.exception()
+        if error is None:
+            self._go_on(partial(self._steps.send, step.result()))
+        else:
+            self._go_on(partial(self._steps.throw, error))
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._whole.done()
+
+    def result(self, check: Callable[[], None] | None = None, timeout: float | None = None) -> T:
+        """Wait for all ranks.
+
+        Args:
+            check: called a few times per second; what it raises ends the wait.
+            timeout: seconds; a later call may go on waiting.
+
+        Raises:
+            ConfigError: ranks differ.
+            TransportError: a peer did not come, or a group is broken.
+            TimeoutError: after `timeout` seconds.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._ends_within(min(_POLL_S, end - time.monotonic())):
+            if check is not None:
+                check()
+            if time.monotonic() >= end:
+                raise FutureTimeout
+        return self._whole.result()
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            try:
+                error = self._whole.exception(max(seconds, 0.0))
+            except FutureTimeout:
+                self._check()
+                return False
+            if error is not None:
+                raise again(error)
+            return True
+        except TransportError as error:
+            self._fail(error)
+            raise
