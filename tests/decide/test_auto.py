@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from played import Module
 
 import gradwire as gw
 from gradwire.planner import Plan
-from played import Module
 from ranks import refuses
 from rooms.decide import UNTIMED, Automatic, worth
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from played import Module
 
 import gradwire as gw
 from gradwire.planner import Plan
-from played import Module
 from rooms.decide import UNTIMED, NextWindow, Passes, Runner, Script, Tell, Use, tried
 
 

@@ -29,7 +29,7 @@ from gradwire.controllers import Policy
 from gradwire.decide.replan import Replan
 from gradwire.decide.scripts import Make, NextWindow, Passes, Runner, Running, Script, Tell, Use
 from gradwire.decide.tables import Decider, Place, Ruling, Window, reason
-from gradwire.decide.targets import GRADIENTS, Methods, targets_of, with_methods
+from gradwire.decide.targets import GRADIENTS, Methods, Target, targets_of, with_methods
 from gradwire.decide.weighing import AFTER, Names, priorities, weighed
 from gradwire.errors import ConfigError
 from gradwire.planner import Plan, Rules

@@ -195,10 +195,7 @@ class Decider:
             self._check()
             if values.numel():
                 begun = time.perf_counter()
-                yield (
-                    name,
-                    values.view((1, -1) if self._place.pieces else self._target.shapes[name]),
-                )
+                yield name, values.view((1, -1) if pieces else self._target.shapes[name])
                 took = time.perf_counter() - begun
                 self._pause(took * (1 / self._replan.share - 1))
 

@@ -156,11 +156,11 @@ def attach(
                 "between which by auto=gw.Auto(codecs=...)"
             )
         codec, plan = "auto", None
-        auto = replace(auto or Auto(), trial=0, watch=0, policy=None)
+        auto = replace(auto or Auto(), watch=0, policy=None)
     automatic = codec == "auto"
     if automatic:
-        asked = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
-        _check_automatic(model, chosen, asked, error_feedback)
+        asked = {"policy": policy, "replan": replan, **codec_options}
+        _check_automatic(model, asked, error_feedback)
         codec, auto = "bf16", auto or Auto()
     elif auto is not None:
         raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')
@@ -242,21 +242,14 @@ def _told(made: Handle) -> Handle:
     return made
 
 
-def _check_automatic(
-    model: object, options: Options, given: Mapping[str, object], error_feedback: bool
-) -> None:
+def _check_automatic(model: object, given: Mapping[str, object], error_feedback: bool) -> None:
     """Raise ConfigError for what does not go with "auto"."""
     if isinstance(model, FSDPModule):
         raise ConfigError(
             'attach: "auto" and plan="measured" are for DDP modules; give an FSDP2 module a codec '
             "(`gradwire sim --sharded` predicts what it saves)"
         )
-    decided = {
-        name: getattr(options, name)
-        for name in ("algorithm", "segments", "coordinated")
-        if getattr(options, name) != getattr(Options(), name)
-    }
-    for name, value in {**given, "error_feedback": error_feedback or None, **decided}.items():
+    for name, value in {**given, "error_feedback": error_feedback or None}.items():
         if value is not None:
             raise ConfigError(
                 f'attach: {name}={value!r:.60}: "auto" decides this; gw.Auto says between what'

@@ -14,11 +14,9 @@ they were before. A trial begins and ends at the same step on all ranks.
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +24,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Dense
+from gradwire.control import Pending
 from gradwire.controllers.flexible import DENSITIES, Candidate, SparseChoice, check_pymoo, search
+from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.gain_samples import GainSamples
@@ -43,7 +43,7 @@ from gradwire.integrations.switch import Update
 from gradwire.integrations.triggers import Triggers
 from gradwire.planner.costs import sparse_collective
 from gradwire.planner.link_watch import LinkWatch
-from gradwire.planner.links import SECONDS, Links, awaited, measure_links
+from gradwire.planner.links import SECONDS, Links, measure_links
 from gradwire.planner.rules import exactly
 
 log = logging.getLogger("gradwire")
@@ -116,7 +116,6 @@ class Flexible:
         self._sent = [p for p in handle.plan.parameters if not isinstance(p.inner, Dense)]
         self._nbytes = sum(4 * p.numel for p in self._sent)
         self._comm = communicator(model.process_group)
-        self._told = 0
         self._owner = self._comm.owner("flexible")
         self._candidates: list[Candidate] = []
         self._links = measure_links(self._comm, seconds)
@@ -208,7 +207,7 @@ class Flexible:
         gain: float | None = None  # since the last change of plan
         links: Links | None = None
         update: Update | None = None  # not in force yet
-        asked: Future[list[bytes]] | None = None  # what ranks told at the last check
+        asked: Pending[list[Any]] | None = None  # what ranks told at the last check
         while True:
             yield True
             if update is not None:
@@ -218,9 +217,9 @@ class Flexible:
             gains.look()
             if self.steps % triggers.check:
                 continue
-            told = [] if asked is None else self._read(asked)
+            told = [] if asked is None else asked.result()
             newest = self._watch.newest
-            asked = self._ask(
+            asked = self._tell(
                 {"gain": gains.mean(), "links": None if newest is None else newest.text()}
             )
             gains = GainSamples(self._handle, every)
@@ -263,14 +262,14 @@ class Flexible:
                 answer = asdict(found)
             except Exception as error:  # other ranks wait for this one
                 answer = {"error": f"rank 0: {error}"}
-        answer = self._read(self._ask(answer))[0]
+        answer = self._tell(answer).result()[0]
         if "error" in answer:
             raise ConfigError(answer["error"])
         return SparseChoice(**answer)
 
     def _agreed(self, mine: Sequence[Candidate]) -> list[Candidate]:
         """Candidates of all ranks together: the mean gain, and the time of the slowest rank."""
-        every = self._read(self._ask({"tried": [[one.seconds, one.gain] for one in mine]}))
+        every = self._tell({"tried": [[one.seconds, one.gain] for one in mine]}).result()
         together = []
         for density, *of in zip(self._densities, *(one["tried"] for one in every), strict=True):
             seconds, gains = zip(*of, strict=True)
@@ -284,15 +283,8 @@ class Flexible:
             codecs={exactly(p.name): method for p in self._sent}, algorithm=algorithm
         )
 
-    def _ask(self, mine: dict[str, Any]) -> Future[list[bytes]]:
-        """Tell all ranks; `_read` has what all told."""
-        self._told += 1
-        assert self._comm.member is not None
-        key = f"{self._owner.key}/flexible {self._told}"
-        return self._comm.member.exchange(key, json.dumps(mine).encode())
-
-    def _read(self, asked: Future[list[bytes]]) -> list[dict[str, Any]]:
-        return [json.loads(part) for part in awaited(self._comm, asked)]
+    def _tell(self, mine: dict[str, Any]) -> Pending[list[Any]]:
+        return ranks_of([self._comm], self._owner.key, breaks=False).tell("flexible", mine)
 
     def _note(self, line: str) -> None:
         self.history.append({"step": self.steps, "line": line})

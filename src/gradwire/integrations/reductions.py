@@ -7,7 +7,6 @@ integrations/scatters.py those of FSDP2 modules.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +25,13 @@ from gradwire.decide.replan import Replan
 from gradwire.decide.scripts import Make, Runner
 from gradwire.decide.tables import Place
 from gradwire.decide.weighing import Names
-from gradwire.engine import Communicator, Outcome, Owner
+from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.integrations.bias import warn_of_bias, warn_user
 from gradwire.integrations.metrics import Metrics
 from gradwire.integrations.summary import Expected
 from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules
-from gradwire.planner.links import exchanged
 
 log = logging.getLogger("gradwire")
 
@@ -284,11 +282,8 @@ class Reductions:
 
     def tell(self, key: str, value: Any, check: Callable[[], None]) -> list[Any]:
         """What all ranks tell that decide."""
-        every = [value]
-        for comm in self.deciding():
-            told = exchanged(comm, f"{self.owner.key}/{key}", json.dumps(every), check)
-            every = [one for text in told for one in json.loads(text)]
-        return every
+        ranks = ranks_of(self.deciding(), f"{self.owner.key}/decisions", breaks=False)
+        return ranks.tell(key, value).result(check)
 
     def decided(self, row: Mapping[str, Any]) -> None:
         """Note a decision of a policy or of automatic mode."""
