@@ -446,10 +446,39 @@ MUTANTS = (
     ),
     Mutant(
         "plan_not_restored", "a resumed policy begins with the uniform plan",
-        "gradwire/integrations/adaptation.py",
-        "            self._switch.change(partial(self._with, methods))\n",
+        "gradwire/decide/policy.py",
+        "            self._on.rewrite(partial(self._with, methods))\n",
         "",
         ("tests/multiprocess/test_adaptive.py",),
+    ),
+    # Decisions.
+    Mutant(
+        "scripts_in_any_order", "of several scripts that of the earliest pass goes first",
+        "gradwire/decide/scripts.py",
+        "return min(due, key=lambda one: one.due or 0, default=None)",
+        "return max(due, key=lambda one: one.due or 0, default=None)",
+        ("tests/decide/test_scripts.py",),
+    ),
+    Mutant(
+        "an_update_does_not_hold_up", "an update holds up other scripts until it is in force",
+        "gradwire/decide/scripts.py",
+        "for one in updating or self._scripts if",
+        "for one in self._scripts if",
+        ("tests/decide/test_scripts.py",),
+    ),
+    Mutant(
+        "auto_trusts_one_rank", "the slowest rank's passes count in a trial",
+        "gradwire/decide/scripts.py",
+        "return [max(of) for of in zip(*every, strict=True)]",
+        "return every[0]",
+        ("tests/decide/test_auto.py",),
+    ),
+    Mutant(
+        "auto_at_any_price", "what is less exact must save a margin",
+        "gradwire/decide/auto.py",
+        "if taken < (1 - MARGIN) * least:",
+        "if taken < least:",
+        ("tests/decide/test_auto.py",),
     ),
     # Integrations.
     Mutant(

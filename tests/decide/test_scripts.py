@@ -81,6 +81,21 @@ def test_of_several_scripts_that_of_the_earliest_pass_goes_first() -> None:
     ]  # fmt: skip
 
 
+def test_scripts_that_are_late_catch_up_in_the_order_of_passes() -> None:
+    module, done = Module(), list[int]()
+
+    def script(*counts: int) -> Script:
+        for count in counts:
+            done.append((yield Passes(count))[-1].number)
+
+    module.workers.held = True
+    for counts in ((5, 2), (3, 3), (4, 6)):
+        module.runner.start(script(*counts))
+    module.train(11)
+    module.workers.let()
+    assert done == [3, 4, 5, 6, 7, 10]
+
+
 def test_what_follows_an_update_is_called_as_its_first_pass_has_ended() -> None:
     module, seen = Module(), list[tuple[int, int]]()
 

@@ -161,7 +161,7 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
     text: Any = np.str_("time")
     given: list[tuple[Any, Any]] = [
         (gw.Replan(np.int64(9), np.int64(9), 2, weigh=text), gw.Replan(9, 9, 2, weigh="time")),
-        (gw.Auto(seconds=3, trial=np.int64(8)), gw.Auto()),
+        (gw.Auto(trial=np.int64(8)), gw.Auto()),
         (gw.Triggers(gain=torch.tensor(0.5), check=np.int8(3)), gw.Triggers(gain=0.5, check=3)),
     ]
     for one, same in given:
@@ -172,8 +172,8 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
         (gw.Replan, {"alpha": 10**400}, "Replan: alpha=10+ must be above 0 and below inf: give"),
         (gw.Replan, {"stale": np.ones(2)}, r"stale=array\(\[1., 1.\]\) must be above 1"),
         (gw.Replan, {"weigh": "size"}, "weigh='size' must be 'bytes', 'priority' or 'time'"),
-        (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 0"),
-        (gw.Auto, {"close": True}, "Auto: close=True must be above 1: give a number"),
+        (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 1"),
+        (gw.Auto, {"changed": True}, "Auto: changed=True must be above 0: give a number"),
         (gw.Auto, {"policy": gw.LGreco(budget="qsgd")}, "leave the policy's budget out"),
         (gw.Triggers, {"share": "all"}, "Triggers: share='all' must be above 0: give a number"),
         (gw.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),

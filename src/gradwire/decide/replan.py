@@ -41,7 +41,7 @@ class Replan:
             family.
         weigh: what a policy that compares bytes takes for a layer's cost: "bytes"; by "priority",
             times the number of its bucket (THESIS B.1); or by "time", times what a byte of its
-            bucket was measured to cost (integrations/weighing.py). The latter two are for DDP.
+            bucket was measured to cost (decide/weighing.py). The latter two are for DDP.
 
     Raises:
         ConfigError: a number out of range.
