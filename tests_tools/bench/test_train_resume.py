@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from bench_runs import TINY, trained, without_times
 
 from gradwire.errors import ConfigError
@@ -141,6 +142,9 @@ def test_a_damaged_state_is_told_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "train" / "1" / "rank0.pt"
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"rank0.pt is damaged \(RuntimeError\)"):
+        state.prepare(tmp_path, RUN_OF_TWO, True)
+    torch.save({"steps": 3}, file)
+    with pytest.raises(ConfigError, match="no rank's state of this version"):
         state.prepare(tmp_path, RUN_OF_TWO, True)
 
 

@@ -28,31 +28,21 @@ _MOMENTUM = 0.9  # AdamW's first beta
 
 @dataclass(frozen=True)
 class Gpt(Task):
-    """Sizes and recipe of the byte-level GPT.
-
-    Attributes:
-        layers, width, heads: the model; `heads` divides `width`.
-        context: bytes per sequence.
-        sequences: sequences per rank and step.
-        tied: whether the output matrix is the embedding.
-        peak_learning_rate: AdamW's, reached after `warmup` steps.
-        horizon: the step at which the rate has decayed to a tenth of it.
-        validation_sequences: number of held-out sequences per evaluation, evenly spaced.
-    """
+    """Sizes and recipe of the byte-level GPT."""
 
     metric = "bits per byte"
     vocabulary: ClassVar[int] = 256  # the symbols that the model tells apart
 
     layers: int = 6
     width: int = 256
-    heads: int = 4
-    context: int = 64
-    sequences: int = 1
-    tied: bool = False
-    peak_learning_rate: float = 2e-3
+    heads: int = 4  # which divide `width`
+    context: int = 64  # bytes per sequence
+    sequences: int = 1  # per rank and step
+    tied: bool = False  # whether the output matrix is the embedding
+    peak_learning_rate: float = 2e-3  # AdamW's, reached after `warmup` steps
     warmup: int = 10
-    horizon: int = 900
-    validation_sequences: int = 128
+    horizon: int = 900  # the step at which the rate has decayed to a tenth of it
+    validation_sequences: int = 128  # held-out ones per evaluation, evenly spaced
 
     def describe(self) -> str:
         return (
@@ -104,16 +94,13 @@ class WordGpt(Gpt):
 
     The embedding holds most parameters, as in language models on words (Transformer-XL). Its
     gradient is dense, through the output, but rows of frequent tokens are far larger than others.
-
-    Attributes:
-        vocabulary: number of tokens.
     """
 
     metric = "bits per token"
 
     sequences: int = 4
     tied: bool = True
-    vocabulary: int = 32768  # type: ignore[misc]
+    vocabulary: int = 32768  # type: ignore[misc]  # number of tokens
 
     def describe(self) -> str:
         return (

@@ -39,36 +39,23 @@ _EVALUATION_BATCH = 250
 
 @dataclass(frozen=True)
 class Image(Task):
-    """Sizes and recipe of the image classifier.
-
-    Attributes:
-        data: "auto", "fashion" or "digits" (`image_data.load`).
-        network: a name of `NETWORKS`.
-        channels: of the first convolution; 0 selects the default of the network.
-        hidden: width of the hidden dense layers; 0 selects the default of the network.
-        split: "iid", or "by-class": see above.
-        images: images per rank and step, drawn with replacement.
-        channels_last: whether model and images use that memory format.
-        peak_learning_rate, momentum: SGD's; the rate is reached after `warmup` steps.
-        horizon: the step at which the rate has decayed to a hundredth of it.
-        test_images: number of test images per evaluation (the first ones).
-    """
+    """Sizes and recipe of the image classifier."""
 
     metric = "accuracy"
     floor = 0.01
 
-    data: str = "auto"
-    network: str = "vgg"
-    channels: int = 0
-    hidden: int = 0
-    split: str = "iid"
-    images: int = 32
-    channels_last: bool = False
-    peak_learning_rate: float = 0.05
+    data: str = "auto"  # or "fashion", "digits" (`image_data.load`)
+    network: str = "vgg"  # a name of `NETWORKS`
+    channels: int = 0  # of the first convolution; 0 selects the default of the network
+    hidden: int = 0  # width of the hidden dense layers; 0 selects the default of the network
+    split: str = "iid"  # or "by-class": see above
+    images: int = 32  # per rank and step, drawn with replacement
+    channels_last: bool = False  # whether model and images use that memory format
+    peak_learning_rate: float = 0.05  # SGD's, reached after `warmup` steps
     momentum: float = 0.9
     warmup: int = 10
-    horizon: int = 900
-    test_images: int = 2000
+    horizon: int = 900  # the step at which the rate has decayed to a hundredth of it
+    test_images: int = 2000  # per evaluation, the first ones
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -165,18 +152,13 @@ def _of_classes(data: str, rank: int, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageNetwork:
-    """One network with its sizes.
-
-    Attributes:
-        channels: of the first convolution.
-        hidden: width of the hidden dense layers; 0 if it has none.
-        make: from channels, hidden and the images' side a module from images [n, 1, side, side] to
-            logits [n, CLASSES].
-    """
+    """One network with its sizes."""
 
     name: str
-    channels: int
-    hidden: int
+    channels: int  # of the first convolution
+    hidden: int  # width of the hidden dense layers; 0 if it has none
+    # From channels, hidden and the images' side, a module from images [n, 1, side, side] to logits
+    # [n, CLASSES].
     make: Callable[[int, int, int], nn.Module]
 
 
