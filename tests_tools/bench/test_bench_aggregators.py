@@ -15,7 +15,6 @@ from gradwire_tools.bench import tasks
 from gradwire_tools.bench.micro import aggregators
 from gradwire_tools.bench.micro.aggregators import _Measured
 from gradwire_tools.bench.train import methods
-from gradwire_tools.bench.train.methods import Traffic
 
 METHODS = ["torch-powersgd:rank=2", "powersgd:rank=2", "qsgd:bits=4", "torch-fp16-hook"]
 
@@ -61,7 +60,7 @@ def test_a_time_within_that_of_an_empty_hook_has_no_shares() -> None:
     made = SimpleNamespace(
         name="a", spent=[[0.1, 0.1, 0.025]], sent=[0, 8], steps=2,
         model=SimpleNamespace(parameters=lambda: parameters), _state=lambda: (0, 1),
-        applied=SimpleNamespace(traffic=lambda steps: Traffic(8, None)),
+        applied=SimpleNamespace(traffic=lambda steps: {"wire_bytes": 8, "peak_extra_bytes": None}),
     )  # fmt: skip
     for idle, shares in ((0.1, (None, None)), (0.2, (None, None)), (0.0, (0.5, 0.25))):
         row = _Measured.row(made, SimpleNamespace(spent=[[idle]]), 0.05, "gpt")  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from test_train_sharded import SHARDED, STEPS, sizes
 from gradwire_tools.bench.paper import grids
 from gradwire_tools.bench.quantities import seconds
 from gradwire_tools.bench.train import sharded
-from gradwire_tools.bench.train.hooks import TorchGather, TorchScatter, kept
+from gradwire_tools.bench.train.sharded import TorchGather, TorchScatter, kept
 from gradwire_tools.cli import program
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net

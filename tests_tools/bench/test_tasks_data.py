@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench_runs import refused
 
-from gradwire_tools.bench.tasks import image_data, source_text, word_text
+from gradwire_tools.bench.tasks import image_data, text
 
 
 def test_source_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:
@@ -21,47 +21,47 @@ def test_source_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "unwanted.py").write_text("# unwanted\n")
     (tmp_path / "notes.txt").write_text("unwanted")
-    text = source_text.read(tmp_path)
-    train, validation = (bytes(part.tolist()) for part in (text.train, text.validation))
+    found = text.read(tmp_path)
+    train, validation = (bytes(part.tolist()) for part in (found.train, found.validation))
     assert b"unwanted" not in train + validation
     sides = [set(part.split(b"\0")) - {b""} for part in (train, validation)]
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 60
     assert 0 < len(sides[1]) < 20
     (tmp_path / "module_new.py").write_text("# new\n")
-    after = source_text.read(tmp_path)  # the other files stay on their side
+    after = text.read(tmp_path)  # the other files stay on their side
     assert sides[1] <= set(bytes(after.validation.tolist()).split(b"\0"))
     (tmp_path / "empty").mkdir()
-    refused(source_text.read, [(tmp_path / "empty", "not enough Python source")])
+    refused(text.read, [(tmp_path / "empty", "not enough Python source")])
 
 
-def text_of(train: bytes, validation: bytes) -> source_text.SourceText:
+def text_of(train: bytes, validation: bytes) -> text.SourceText:
     parts = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, validation))
-    return source_text.SourceText(*parts, origin="here")
+    return text.SourceText(*parts, origin="here")
 
 
 def test_tokens_give_back_their_text() -> None:
     train = b"def f(x):\n    return x\n\n    return\xff y # x \t return"
-    found = word_text.encode(text_of(train, b"def g():\r\n    return 10"), 259)
+    found = text.encode(text_of(train, b"def g():\r\n    return 10"), 259)
     # The most frequent piece first; of others, the first in the text.
     pieces = {256: b"\n    ", 257: b"return", 258: b" x"}
-    for tokens, text in ((found.train, train), (found.validation, b"def g():\r\n    return 10")):
-        assert b"".join(pieces.get(t, bytes([t % 256])) for t in tokens.tolist()) == text
+    for tokens, whole in ((found.train, train), (found.validation, b"def g():\r\n    return 10")):
+        assert b"".join(pieces.get(t, bytes([t % 256])) for t in tokens.tolist()) == whole
     assert found.train.max() == 258
     assert found.origin == "here, 259 tokens"
     refused(
-        lambda size: word_text.encode(text_of(b"a b", b"c"), size),
+        lambda size: text.encode(text_of(b"a b", b"c"), size),
         [(100, "256 tokens are bytes"), (300, "the text has 1 pieces; give 257 at most")],
     )
 
 
 def test_the_standard_library_fills_32768_tokens() -> None:
-    text = source_text.standard_library()
-    assert text.train.numel() > 4 * text.validation.numel() > 10**6
-    assert "Python" in text.origin
-    tokens = word_text.tokens(32768)
+    source = text.standard_library()
+    assert source.train.numel() > 4 * source.validation.numel() > 10**6
+    assert "Python" in source.origin
+    tokens = text.tokens(32768)
     assert tokens.train.max() == 32767
-    assert tokens.train.numel() < text.train.numel() / 3
+    assert tokens.train.numel() < source.train.numel() / 3
 
 
 def idx(values: np.ndarray) -> bytes:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from bench_runs import OPTIONS, TINY, Found, trained
-from forked import Loopback
+from forked import STAND_IN, Loopback
 
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import methods, rows, run
+from gradwire_tools.bench.train import methods, run
 from gradwire_tools.bench.train.worker import rolling, stalled
 from products import EXHAUSTIVE
 
@@ -90,15 +90,12 @@ def test_rows_have_their_keys(tiny: Found) -> None:
         assert all(spent) if method == OURS else spent == (None, None), method
 
 
-def test_a_run_repeats_bit_for_bit(tiny: Found) -> None:
-    """Whatever else trains beside a method."""
-    again = trained(replace(CONFIG, methods=(OURS, FULL), steps=4)).losses
-    assert again == {key: tiny.losses[key] for key in again}
-
-
-@EXHAUSTIVE
-def test_ranks_that_users_start_train_alike(tiny: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "lab", lab)
+@pytest.mark.parametrize("ranks", [STAND_IN, pytest.param(lab, id="users", marks=EXHAUSTIVE)])
+def test_a_run_repeats_bit_for_bit(
+    tiny: Found, monkeypatch: pytest.MonkeyPatch, ranks: object
+) -> None:
+    """Whatever else trains beside a method; also on ranks as users start them."""
+    monkeypatch.setattr(workers, "lab", ranks)
     again = trained(replace(CONFIG, methods=(OURS, FULL), steps=4)).losses
     assert again == {key: tiny.losses[key] for key in again}
 
@@ -164,7 +161,7 @@ def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     (folder / "failing_worker.py").write_text(lines)
     monkeypatch.setattr(workers, "lab", lab)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(rows, "WORKER", "failing_worker")
+    monkeypatch.setattr(run, "WORKER", "failing_worker")
     with pytest.raises(workers.WorkerError) as error:
         list(run.run(TINY, announce=lambda text: None))
     return str(error.value)

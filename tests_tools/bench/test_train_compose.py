@@ -10,9 +10,9 @@ import pytest
 from bench_runs import OPTIONS, TINY, trained
 
 from gradwire_tools import lab
-from gradwire_tools.bench.train import rows
-from gradwire_tools.bench.train.compose import composed_seconds, step_time
+from gradwire_tools.bench.train import run
 from gradwire_tools.bench.train.config import TrainConfig
+from gradwire_tools.bench.train.run import composed_seconds, step_time
 from products import EXHAUSTIVE
 
 WARM = "dgc:density=0.01:warmup=3:momentum=0"
@@ -72,13 +72,13 @@ def test_composed_seconds() -> None:
 @pytest.mark.multiprocess
 def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[TrainConfig, list[dict[str, Any]]]] = []
-    one = rows.rows
+    one = run.trained
 
     def noting(config: TrainConfig, *given: Any) -> Iterator[dict[str, Any]]:
         runs.append((config, list(one(config, *given))))
         return iter(runs[-1][1])
 
-    monkeypatch.setattr(rows, "rows", noting)
+    monkeypatch.setattr(run, "trained", noting)
     found = trained(COMPOSED)
     alone = trained(replace(COMPOSED, nets=(), interleaved=True))
     assert found.losses == alone.losses
@@ -91,7 +91,7 @@ def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPat
 
     # The timed steps: all methods from the start, and those that send less later from where their
     # training has ended.
-    (_, first), (late, last_rows) = runs[1:]
+    (_, first), (late, last_rows) = runs[1:3]
     assert late.methods == ("torch-powersgd", WARM)
     started, ended = (
         {row["method"]: row for row in rows if row["row"] == "summary"}
@@ -114,17 +114,21 @@ def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPat
     assert whole["timed_bytes"] < whole["wire_bytes"] / steps / 1.2
 
 
+def validation(*methods: str) -> list[dict[str, Any]]:
+    config = replace(
+        COMPOSED, task_options={**OPTIONS, "width": 128}, nets=("20mbit,1ms",), validate=True,
+        steps=20, methods=methods,
+    )  # fmt: skip
+    return [row for row in trained(config).rows if row["row"] == "validation"]
+
+
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 @pytest.mark.lab
 def test_composed_rows_are_validated_by_whole_runs() -> None:
-    options = {**OPTIONS, "width": 128}
-    config = replace(
-        COMPOSED, task_options=options, nets=("20mbit,1ms",), validate=True, steps=20,
-        methods=("torch-fp32", "gradwire-qsgd4"),
-    )  # fmt: skip
-    compared = [row for row in trained(config).rows if row["row"] == "validation"]
-    assert [row["method"] for row in compared] == list(config.methods)
+    methods = ("torch-fp32", "gradwire-qsgd4")
+    compared = validation(*methods)
+    assert [row["method"] for row in compared] == list(methods)
     for row in compared:
         assert row["net"] == "20mbit,1ms"
         assert row["error"] == pytest.approx(row["composed_seconds"] / row["whole_seconds"] - 1)
@@ -136,10 +140,5 @@ def test_composed_rows_are_validated_by_whole_runs() -> None:
 @pytest.mark.timing
 def test_composed_times_are_those_of_a_whole_run() -> None:
     """Where the wire decides."""
-    options = {**OPTIONS, "width": 128}
-    config = replace(
-        COMPOSED, task_options=options, nets=("20mbit,1ms",), validate=True, steps=20,
-        methods=("torch-fp32",),
-    )  # fmt: skip
-    (row,) = (row for row in trained(config).rows if row["row"] == "validation")
+    (row,) = validation("torch-fp32")
     assert abs(row["error"]) < 0.3

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from bench_runs import TINY, trained, without_times
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import rows, state
+from gradwire_tools.bench.train import run, state
 from gradwire_tools.bench.train.config import TrainConfig
 from products import EXHAUSTIVE
 
@@ -60,7 +60,7 @@ def test_a_killed_run_ends_with_the_same_rows(
     for turn, kill in enumerate(kills):
         with monkeypatch.context() as patched:
             patched.setenv("KILLED", kill)
-            patched.setattr(rows, "WORKER", "killed_worker")
+            patched.setattr(run, "WORKER", "killed_worker")
             with pytest.raises(workers.WorkerError, match=f"rank {kill[0]} -9"):
                 trained(config, folder=folder, resume=turn > 0)
         assert state.load(folder / "train", 0) is not None
@@ -99,25 +99,24 @@ def test_a_killed_command_ends_with_the_same_rows(tmp_path: Path) -> None:
     assert without_times(rows) == without_times(trained(DDP).rows)
 
 
-def test_another_configuration_is_not_continued(tmp_path: Path) -> None:
-    config = {"steps": 3, "seeds": (0, 1), "nodes": 2}
-    with state.lease(tmp_path):
-        assert not state.prepare(tmp_path, config, True)
-        assert state.prepare(tmp_path, config, True)
-        with pytest.raises(ConfigError, match="has steps 3, not 4: give its own options"):
-            state.prepare(tmp_path, config | {"steps": 4}, True)
+RUN_OF_TWO = {"steps": 3, "seeds": (0, 1), "nodes": 2}  # a configuration
+TURN = {"position": {}, "steps": 3, "runs": {}, "events": [], "ended": False}
 
 
-def saved(folder: Path) -> dict[str, Any]:
+def saved(folder: Path) -> None:
     """Make the state of a run of two ranks that was killed after its first turn."""
-    config = {"steps": 3, "nodes": 2}
-    state.prepare(folder, config, False)
-    turn = {"position": {}, "steps": 3, "runs": {}, "events": [], "ended": False}
+    state.prepare(folder, RUN_OF_TWO, False)
     for rank in range(2):
-        state.save(folder / "train", rank, turn)
+        state.save(folder / "train", rank, TURN)
     state.commit(folder / "train")
-    assert state.prepare(folder, config, True)
-    return config
+    assert state.prepare(folder, RUN_OF_TWO, True)
+
+
+def test_another_configuration_is_not_continued(tmp_path: Path) -> None:
+    assert not state.prepare(tmp_path, RUN_OF_TWO, True)
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match="has steps 3, not 4: give its own options"):
+        state.prepare(tmp_path, RUN_OF_TWO | {"steps": 4}, True)
 
 
 CONTENTS = [None, b"", b"{", b"3", b"[1]", b"{}", b"\xff", b"PK\x03\x04", b"[" * 100_000]
@@ -130,20 +129,23 @@ def test_a_damaged_state_is_told_in_one_line(tmp_path: Path) -> None:
         for content in CONTENTS:
             if content is None and name == "config.json":
                 continue  # without it there is no run
-            config = saved(tmp_path)
+            saved(tmp_path)
             file = tmp_path / name
             file.unlink() if content is None else file.write_bytes(content)
             with pytest.raises(ConfigError, match=TOLD) as error:
-                state.prepare(tmp_path, config, True)
+                state.prepare(tmp_path, RUN_OF_TWO, True)
             assert "\n" not in str(error.value)
-            assert not state.prepare(tmp_path, config, False)
+            assert not state.prepare(tmp_path, RUN_OF_TWO, False)
             assert [one.name for one in tmp_path.iterdir()] == ["config.json"], (name, content)
     # A truncated rank is told.
-    config = saved(tmp_path)
+    saved(tmp_path)
     file = tmp_path / "train" / "1" / "rank0.pt"
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"rank0.pt is damaged \(RuntimeError\)"):
-        state.prepare(tmp_path, config, True)
+        state.prepare(tmp_path, RUN_OF_TWO, True)
+    torch.save({"steps": 3}, file)
+    with pytest.raises(ConfigError, match="no rank's state of this version"):
+        state.prepare(tmp_path, RUN_OF_TWO, True)
 
 
 def test_what_is_no_state_is_not_deleted(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_what_is_no_state_is_not_deleted(tmp_path: Path) -> None:
 
 def test_a_killed_deletion_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a run that has ended is no run to continue, and may be deleted."""
-    config = saved(tmp_path)
+    saved(tmp_path)
 
     def killed(folder: Path) -> None:
         assert not (folder / "config.json").exists()
@@ -173,7 +175,7 @@ def test_a_killed_deletion_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
         patched.setattr(state.shutil, "rmtree", killed)
         state.remove(tmp_path)
     with state.lease(tmp_path):
-        assert not state.prepare(tmp_path, config, True)
+        assert not state.prepare(tmp_path, RUN_OF_TWO, True)
         assert not (tmp_path / "train").exists()
         state.remove(tmp_path)
     assert not tmp_path.exists()
@@ -193,15 +195,11 @@ def test_two_runs_do_not_share_a_state(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_turn_that_is_not_whole_does_not_count(tmp_path: Path) -> None:
-    def turn(number: int) -> dict[str, Any]:
-        more: dict[str, Any] = {"runs": {}, "events": [{"event": "row"}] * number, "ended": False}
-        return {"position": {"group": 0, "turn": number}, "steps": 3, **more}
-
-    state.save(tmp_path, 0, turn(1))
-    assert state.load(tmp_path, 0) is None
-    state.commit(tmp_path)
-    state.save(tmp_path, 0, turn(2))
-    assert state.load(tmp_path, 0) == turn(1)
-    state.commit(tmp_path)
-    assert state.load(tmp_path, 0) == turn(2)
+    before = None
+    for turn in (TURN | {"events": [{"event": "row"}] * number} for number in (1, 2)):
+        state.save(tmp_path, 0, turn)
+        assert state.load(tmp_path, 0) == before
+        state.commit(tmp_path)
+        before = turn
+    assert state.load(tmp_path, 0) == before
     assert [one.name for one in tmp_path.iterdir()] == ["2"]

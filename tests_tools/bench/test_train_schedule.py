@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,8 @@ from forked import Loopback
 from gradwire.errors import GradwireError
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import scheduled
-from gradwire_tools.bench.train.scheduled import Follower
+from gradwire_tools.bench.train import worker
+from gradwire_tools.bench.train.worker import Follower
 from gradwire_tools.bench.workers import Events
 
 FAST, SLOW = "400mbit,1ms", "4mbit,1ms"
@@ -38,50 +38,32 @@ class OneLab(Loopback):
         self.nets.append(str(net))
 
 
-def answer(file: Path, emulated: OneLab, wanted: int) -> None:
-    """The parent: answers until it has changed `wanted` times."""
-    done = 0
-    while done < wanted:
-        for line in file.read_text().splitlines()[done:]:
-            scheduled.change(emulated, json.loads(line), file)  # type: ignore[arg-type]
-            done += 1
-
-
-def test_rank_0_asks_and_waits(tmp_path: Path) -> None:
-    for place, (text, nets) in enumerate(
-        (
-            ("a(step: 0 1gbit,1ms; 3 1mbit,1ms)", ["1mbit,1ms"]),
-            ("a(second: 0 1gbit,1ms; 1.5 1mbit,1ms; 3 2mbit,1ms)", ["1mbit,1ms", "2mbit,1ms"]),
-            ("a(share: 0 1gbit,1ms; 0.5 1mbit,1ms)", ["1mbit,1ms"]),
-            ("1gbit,1ms", []),
-        )
+def test_rank_0_asks_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, nets in (
+        ("a(step: 0 1gbit,1ms; 3 1mbit,1ms)", ["1mbit,1ms"]),
+        ("a(second: 0 1gbit,1ms; 1.5 1mbit,1ms; 3 2mbit,1ms)", ["1mbit,1ms", "2mbit,1ms"]),
+        ("a(share: 0 1gbit,1ms; 0.5 1mbit,1ms)", ["1mbit,1ms"]),
+        ("1gbit,1ms", []),
     ):
-        (tmp_path / str(place)).mkdir()
-        file = tmp_path / str(place) / "events"
-        file.touch()
-        emulated = OneLab(2)
+        emulated: Any = OneLab(2)
         emulated.nets = []
-        parent = threading.Thread(target=answer, args=(file, emulated, len(nets)))
-        parent.start()
-        with file.open("a") as stream:
-            follower = Follower(lab.Schedule.parse(text), Events(stream).write, str(file))
-            before = []
-            for step in range(4):
-                follower.follow(step, 4, [1.0] * step)
-                before.append(list(emulated.nets))
-        parent.join()
+        at_once = partial(workers.change, emulated, events_file=tmp_path / "events")
+        events: Any = SimpleNamespace(write=lambda event, net, change=at_once: change(net))
+        follower = Follower(lab.Schedule.parse(text), events, str(tmp_path / "events"))
+        before = []
+        for step in range(4):
+            follower.follow(step, 4, [1.0] * step)
+            before.append(list(emulated.nets))
         assert before[-1] == nets
         assert before[1] == []
-
-
-def test_a_parent_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = lab.Schedule.parse(NET)
-    Follower(schedule, lambda *_, **__: pytest.fail("asked"), None).follow(5, 12, [])
-    # A parent that does not answer.
-    monkeypatch.setattr(scheduled, "_WAIT_SECONDS", 0.05)
-    follower = Follower(lab.Schedule.parse(NET), lambda *_, **__: None, str(tmp_path / "events"))
+    schedule, asked = lab.Schedule.parse(NET), io.StringIO()
+    Follower(schedule, Events(asked), None).follow(5, 12, [])
+    assert not asked.getvalue()  # rank 0 alone asks
+    # A parent that does not answer: what it has written before is no answer.
+    monkeypatch.setattr(worker, "_CHANGE_SECONDS", 0.05)
+    assert (tmp_path / "network").exists()
     with pytest.raises(GradwireError, match=f"did not change to {SLOW}"):
-        follower.follow(4, 12, [])
+        Follower(schedule, Events(asked), str(tmp_path / "events")).follow(4, 12, [])
 
 
 def one_lab(monkeypatch: pytest.MonkeyPatch) -> list[str]:

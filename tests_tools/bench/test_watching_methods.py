@@ -11,8 +11,8 @@ import torch.distributed as dist
 from bench_runs import TINY, trained
 
 from gradwire_tools.bench.train import method_run, methods
-from gradwire_tools.bench.train.hooks import Applied, Traffic
 from gradwire_tools.bench.train.method_run import MethodRun
+from gradwire_tools.bench.train.methods import Applied
 from products import EXHAUSTIVE
 from ranks import as_processes
 
@@ -49,7 +49,7 @@ def test_decisions_of_all_controllers_are_told_in_order() -> None:
 
     handle: Any = SimpleNamespace(history=lambda: [*told(2), *told(9, tried=[])])
     flexible: Any = SimpleNamespace(history=told(3, 5))
-    applied = Applied(lambda steps: Traffic(0, None), handle=handle, flexible=flexible)
+    applied = Applied(lambda steps: {}, handle=handle, flexible=flexible)
     of: Any = ("task", "model", "optimizer")
     found = MethodRun(methods.parse(FLEXIBLE), 0, *of, applied).decisions()
     assert [(row["step"], row["line"]) for row in found] == [(n, f"{n}") for n in (2, 3, 5, 9)]
@@ -69,14 +69,14 @@ def flexible_resumes(rank: int) -> None:
     replicas = [{"trained": own.get("trained")}]
     assert any("0.033" in facts["codec"] for facts in own["method"]["parameters"].values())
     dist.broadcast_object_list(replicas)
-    first.close()
+    first.applied.remove()
     dist.barrier()
     second = MethodRun.start(methods.parse(FLEXIBLE), CONFIG.check(), seed=0)
     second.load(own, replicas[0])
     assert second.step == first.step
     second.train(6)
     assert all(p.isfinite().all() for p in second.model.parameters())
-    second.close()
+    second.applied.remove()
     dist.barrier()
 
 
@@ -106,7 +106,7 @@ def test_steps_that_are_thrown_away_take_time_and_are_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers: Any = _Answers(True, False, False, True)
-    applied = Applied(lambda steps: Traffic(0, None), flexible=answers, setup_seconds=5.0)
+    applied = Applied(lambda steps: {}, flexible=answers, setup_seconds=5.0)
     of: Any = ("task", "model", "optimizer")
     run = _Run(methods.parse("flexible"), 0, *of, applied)
     clock = SimpleNamespace(perf_counter=lambda: 10.0 * run.taken)

@@ -57,7 +57,7 @@ def padded(group: Shapes, ranks: int) -> int:
 
 
 def test_torchs_bytes_are_those_of_the_formula() -> None:
-    """Blocks are gathered twice, the root once; see gradwire_tools.bench.train.hooks."""
+    """Blocks are gathered twice, the root once; see gradwire_tools.bench.train.sharded."""
     methods = {"fsdp-fp32": (4, 4), "fsdp-bf16": (2, 2), "fsdp-mixed": (4, 2)}
     for ranks, (method, (weight, gradient)) in product((2, 3, 4, 5), methods.items()):
         row = row_of(method, ranks)

@@ -4,7 +4,8 @@ A benchmark is a function that all ranks call in torch's default group: it is gi
 returns rows, of which those of rank 0 count (`measured`). `bench train` has a worker of its own, a
 module that is started as `python -m WORKER CONFIG EVENTS`: the file with its configuration, and the
 file to which rank 0 appends events, one JSON object per line, each with an `event`. An event
-`network` (`scheduled`) changes the lab's network, and is not passed on.
+`network` changes the lab's network to its `net`, which the parent then writes to a file beside the
+events (`change`); it is not passed on.
 
 A rank that fails ends the run with its own last lines, and an interrupt ends all ranks in silence.
 """
@@ -24,14 +25,16 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from gradwire.errors import GradwireError
+from gradwire.planner.whole import write_whole
 from gradwire_tools import lab
 from gradwire_tools.bench.network.world import World
-from gradwire_tools.bench.train import scheduled
+from gradwire_tools.lab import Network
 
 Row = dict[str, Any]
 Advance = Callable[[str, int, int], None]  # what is measured, how much is done, of how much
 T = TypeVar("T")
 
+ANSWER = "network"  # a file beside the events: the network as it is now
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: their ends are reported too
 _LAST_LINES = 15
@@ -73,6 +76,12 @@ def configured(kind: type[T], arguments: list[str]) -> tuple[T, Events]:
     config = pickle.loads(Path(config_file).read_bytes())
     assert isinstance(config, kind)
     return config, Events(open(events_file if os.environ["RANK"] == "0" else os.devnull, "a"))
+
+
+def change(emulated: lab.Lab, net: str, events_file: Path) -> None:
+    """Do what an event `network` asks for, and answer."""
+    emulated.change(Network.parse(net))
+    write_whole(events_file.with_name(ANSWER), net)
 
 
 def measured(
@@ -162,7 +171,7 @@ def events(
                 *lines, pending = pending.split("\n")
                 for event in map(json.loads, lines):
                     if event["event"] == "network":
-                        scheduled.change(emulated, event, events_file)
+                        change(emulated, event["net"], events_file)
                     else:
                         yield event
                 if all(code == 0 for code in codes):

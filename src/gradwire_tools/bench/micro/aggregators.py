@@ -166,7 +166,7 @@ class _Measured:
         dist.all_reduce(mean)
         self.steps += 1
         if self.method is not None:
-            self.sent.append(self.applied.traffic(self.steps).wire_bytes)
+            self.sent.append(self.applied.traffic(self.steps)["wire_bytes"])
         if counts:
             self.spent.append((mean / dist.get_world_size()).tolist())
 
@@ -191,7 +191,7 @@ class _Measured:
             "wire_bytes": self.sent[-1] - self.sent[-2],
             "state_bytes": state_bytes,
             "state_bytes_per_value": state_bytes / numel,
-            "peak_extra_bytes": self.applied.traffic(self.steps).peak_extra_bytes,
+            "peak_extra_bytes": self.applied.traffic(self.steps)["peak_extra_bytes"],
         }
 
     def _state(self) -> tuple[int, int]:

@@ -182,11 +182,11 @@ class _TimedMethod:
 
     def step(self, gradient: torch.Tensor, counts: bool) -> None:
         self.model.zero_grad(set_to_none=False)
-        sent, on_link = self.applied.traffic(self.steps).wire_bytes, _link_bytes()
+        sent, on_link = self.applied.traffic(self.steps)["wire_bytes"], _link_bytes()
         self.model()
         self.weight.backward(gradient.view_as(self.weight))
         self.steps += 1
-        self.sent = self.applied.traffic(self.steps).wire_bytes - sent
+        self.sent = self.applied.traffic(self.steps)["wire_bytes"] - sent
         self.link_sent = _link_bytes() - on_link
         slowest = torch.tensor(self.model.seconds, dtype=torch.float32)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

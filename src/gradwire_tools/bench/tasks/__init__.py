@@ -9,10 +9,9 @@ import dataclasses
 import functools
 
 from gradwire.errors import ConfigError, use_one_of
-from gradwire_tools.bench.tasks.gpt import Gpt
+from gradwire_tools.bench.tasks.gpt import Gpt, WordGpt
 from gradwire_tools.bench.tasks.image import Image, ResNet50
 from gradwire_tools.bench.tasks.task import Batch, Score, Task
-from gradwire_tools.bench.tasks.word_gpt import WordGpt
 
 __all__ = ["REGISTRY", "Batch", "Score", "Task", "get", "shapes"]
 

@@ -1,4 +1,4 @@
-"""`gpt`: a byte-level GPT on the Python standard library's own source.
+"""`gpt`: a byte-level GPT on the Python standard library's own source; `gpt-32k`: on its tokens.
 
 Pre-norm blocks, learned positions, attention by torch's fused kernel, AdamW. Nearly all parameters
 are in the blocks' matrices (12 x width^2 per layer), as in real models. `layers` and `width`
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gradwire_tools.bench.tasks.source_text import SourceText, standard_library
 from gradwire_tools.bench.tasks.task import Batch, Score, Task
+from gradwire_tools.bench.tasks.text import SourceText, standard_library, tokens
 
 _EVALUATION_BATCH = 32
 _MOMENTUM = 0.9  # AdamW's first beta
@@ -28,31 +28,21 @@ _MOMENTUM = 0.9  # AdamW's first beta
 
 @dataclass(frozen=True)
 class Gpt(Task):
-    """Sizes and recipe of the byte-level GPT.
-
-    Attributes:
-        layers, width, heads: the model; `heads` divides `width`.
-        context: bytes per sequence.
-        sequences: sequences per rank and step.
-        tied: whether the output matrix is the embedding.
-        peak_learning_rate: AdamW's, reached after `warmup` steps.
-        horizon: the step at which the rate has decayed to a tenth of it.
-        validation_sequences: number of held-out sequences per evaluation, evenly spaced.
-    """
+    """Sizes and recipe of the byte-level GPT."""
 
     metric = "bits per byte"
     vocabulary: ClassVar[int] = 256  # the symbols that the model tells apart
 
     layers: int = 6
     width: int = 256
-    heads: int = 4
-    context: int = 64
-    sequences: int = 1
-    tied: bool = False
-    peak_learning_rate: float = 2e-3
+    heads: int = 4  # which divide `width`
+    context: int = 64  # bytes per sequence
+    sequences: int = 1  # per rank and step
+    tied: bool = False  # whether the output matrix is the embedding
+    peak_learning_rate: float = 2e-3  # AdamW's, reached after `warmup` steps
     warmup: int = 10
-    horizon: int = 900
-    validation_sequences: int = 128
+    horizon: int = 900  # the step at which the rate has decayed to a tenth of it
+    validation_sequences: int = 128  # held-out ones per evaluation, evenly spaced
 
     def describe(self) -> str:
         return (
@@ -96,6 +86,31 @@ class Gpt(Task):
         positions = starts[:, None] + torch.arange(self.context + 1, dtype=torch.int64)
         window = text[positions].long()
         return window[:, :-1], window[:, 1:]
+
+
+@dataclass(frozen=True)
+class WordGpt(Gpt):
+    """As `Gpt`, on tokens of a large vocabulary, which `context` counts; the output is tied.
+
+    The embedding holds most parameters, as in language models on words (Transformer-XL). Its
+    gradient is dense, through the output, but rows of frequent tokens are far larger than others.
+    """
+
+    metric = "bits per token"
+
+    sequences: int = 4
+    tied: bool = True
+    vocabulary: int = 32768  # type: ignore[misc]  # number of tokens
+
+    def describe(self) -> str:
+        return (
+            f"GPT, {self.layers} layers of width {self.width}, "
+            f"{'tied' if self.tied else 'untied'} embedding of {self.vocabulary} tokens, "
+            f"{self.sequences} x {self.context} tokens per rank, on {self._text().origin}"
+        )
+
+    def _text(self) -> SourceText:
+        return tokens(self.vocabulary)
 
 
 class GptModel(nn.Module):

@@ -3,10 +3,11 @@ its checks; and `plan`, which makes one from a command line."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,143 +25,119 @@ TOLERANCE = 0.01  # relative, on the baseline's last loss
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run: one task, one network, several methods, with the same seeds and batches.
+    """A run: one task, one network, several methods, with the same seeds and batches."""
 
-    Attributes:
-        task, task_options: a name of `tasks.REGISTRY`, and its fields.
-        nodes: number of emulated machines, one rank on each.
-        net: "RATE,LATENCY" for the lab, or "none" for loopback.
-        methods: names that `method` takes.
-        seeds: of initialisation and batches; every method runs with every seed.
-        steps: training steps per method and seed.
-        evaluate_every: steps between evaluations; step 0 and the last step are evaluated too.
-        skip_steps: number of first steps that `step_seconds` excludes (connections, allocations).
-        ideal_steps: steps without communication at the end, which give `ideal_step_seconds`.
-        budget_seconds: if set, `steps` is an upper bound: the number of steps is fixed after the
-            first evaluation, so that training and evaluation end within this time.
-        target: validation loss to reach; None takes the baseline's last loss plus `TOLERANCE`.
-        target_at: if set, the target is the baseline's loss at this share of its run.
-        patience: if set, a method's run ends once its rolling loss has not improved for so many
-            evaluations.
-        rolling: evaluations in a rolling average.
-        interleaved: whether methods take turns; otherwise one trains after the other. A method that
-            watches the network always trains alone.
-        nets: if not empty, compose (`compose`): train once, on `net`, and measure the steps' times
-            on each of these networks.
-        timed_steps: steps per method and network that are timed.
-        validate: with `nets`, also train as a whole on each network, and compare.
-        sharded: train under FSDP2, not DDP.
-        accumulate: with `sharded`, micro-batches per step.
-        ends_to: folder for the last states of the first seed's runs, those of methods that did not
-            always send the same; None keeps none.
-        starts_from: such a folder, whose states are the first ones of this run.
-        state: folder from which a killed run continues; None saves nothing.
-        save_seconds: time between two saved states, at least.
-        timeout_seconds: for the whole run.
-    """
-
-    task: str = "gpt"
-    task_options: Mapping[str, Any] = field(default_factory=dict)
-    nodes: int = 4
-    net: str = "1gbit,1ms"
-    methods: tuple[str, ...] = tuple(methods.NAMED)
-    seeds: tuple[int, ...] = (0,)
-    steps: int = 200
-    evaluate_every: int = 10
-    skip_steps: int = 3
-    ideal_steps: int = 6
+    task: str = "gpt"  # a name of `tasks.REGISTRY`
+    task_options: Mapping[str, Any] = field(default_factory=dict)  # its fields
+    nodes: int = 4  # emulated machines, one rank on each
+    net: str = "1gbit,1ms"  # "RATE,LATENCY" for the lab, or "none" for loopback
+    methods: tuple[str, ...] = tuple(methods.NAMED)  # names that `method` takes
+    seeds: tuple[int, ...] = (0,)  # of initialisation and batches; each method runs with each
+    steps: int = 200  # of training per method and seed; with a budget, at most
+    evaluate_every: int = 10  # steps; step 0 and the last step are evaluated, too
+    skip_steps: int = 3  # first ones that `step_seconds` excludes (connections, allocations)
+    ideal_steps: int = 6  # without communication at the end, which give `ideal_step_seconds`
+    # If set, the number of steps is fixed after the first evaluation, so that training and
+    # evaluation end within this time.
     budget_seconds: float | None = None
-    target: float | None = None
-    target_at: float | None = None
+    target: float | None = None  # validation loss; None: the baseline's last, and `TOLERANCE`
+    target_at: float | None = None  # if set, the target is the baseline's at this share of its run
+    # If set, a method's run ends once its rolling loss has not improved for so many evaluations.
     patience: int | None = None
-    rolling: int = 5
+    rolling: int = 5  # evaluations in a rolling average
+    # Whether methods take turns; otherwise one trains after the other. A method that watches the
+    # network always trains alone.
     interleaved: bool = True
+    # If not empty, compose (`run`): train once, on `net`, and time steps on each of these networks.
     nets: tuple[str, ...] = ()
-    timed_steps: int = 24
-    validate: bool = False
-    sharded: bool = False
-    accumulate: int = 1
+    timed_steps: int = 24  # per method and network
+    validate: bool = False  # with `nets`, also train as a whole on each, and compare
+    sharded: bool = False  # train under FSDP2, not DDP
+    accumulate: int = 1  # with `sharded`, micro-batches per step
+    # Folder for the last states of the first seed's runs, those of methods that did not always send
+    # the same; and such a folder, whose states are the first ones of this run.
     ends_to: str | None = None
     starts_from: str | None = None
-    state: str | None = None
-    save_seconds: float = 60.0
-    timeout_seconds: float = 7 * 24 * 3600.0
+    state: str | None = None  # folder from which a killed run continues; None saves nothing
+    save_seconds: float = 60.0  # between two saved states, at least
+    timeout_seconds: float = 7 * 24 * 3600.0  # for the whole run
 
     def check(self) -> tasks.Task:
-        """Check all fields before anything is launched; returns the task.
+        """Check all fields, before anything is launched; returns the task.
 
         Raises:
             ConfigError: a field is invalid; the message has its name, its value and valid values.
         """
         task = tasks.get(self.task, **self.task_options)
-        if not self.methods:
-            raise ConfigError(f"no methods given; known: {', '.join(methods.NAMED)}")
         found = [self.method(name) for name in self.methods]
+        for fault in itertools.chain(self._faults(task, found), self._faults_of_target()):
+            raise ConfigError(fault)
         for method in found:
-            method.check()
+            method.check(self.nodes, tasks.shapes(task))
+        return task
+
+    def _faults(self, task: tasks.Task, found: Sequence[Method | ShardedMethod]) -> Iterator[str]:
+        if not self.methods:
+            yield f"no methods given; known: {', '.join(methods.NAMED)}"
+        if not self.seeds:
+            yield "no seeds given"
         nets = [str(Schedule.parse(net)) for net in self.nets]
         for name, values in (("methods", self.methods), ("seeds", self.seeds), ("nets", nets)):
             twice = [str(value) for value, count in Counter(values).items() if count > 1]
             if twice:
-                raise ConfigError(f"{name} contain duplicates: {', '.join(twice)}")
+                yield f"{name} contain duplicates: {', '.join(twice)}"
         least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "patience": 1, "accumulate": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
-                raise ConfigError(f"{name} is {value}, must be at least {bound}")
-        if self.nets and Schedule.parse(self.net).changes:
-            raise ConfigError(
-                f"net is {self.net}: composed runs train on one network; leave the schedule out"
-            )
-        watches = next((method.name for method in found if method.watches), None)
-        if self.nets and watches is not None:
-            raise ConfigError(
-                f"method {watches!r} learns what the network lets it: train it as a whole, with "
-                "--net and without --compose"
-            )
-        if self.target_at is not None:
-            self._check_share(self.target_at)
-        if self.validate and not self.nets:
-            raise ConfigError("validate compares composed with whole runs: give nets to compose")
-        if self.accumulate > 1 and not self.sharded:
-            raise ConfigError(f"accumulate is {self.accumulate}: micro-batches need --sharded")
-        if self.sharded and getattr(task, "channels_last", False):
-            raise ConfigError(
-                "channels_last=true: FSDP2 shards contiguous parameters: leave it out"
-            )
-        if not self.seeds:
-            raise ConfigError("no seeds given")
+                yield f"{name} is {value}, must be at least {bound}"
+        if self.nodes > links.MAX_NODES:
+            yield f"--nodes {self.nodes}: the lab has {links.MAX_NODES} at most"
         if min(self.seeds) < 0:
-            raise ConfigError(f"seed {min(self.seeds)}: seeds are 0 or more")
+            yield f"seed {min(self.seeds)}: seeds are 0 or more"
         if max(self.seeds) >= 2**63:
-            raise ConfigError(f"seed {max(self.seeds)}: seeds are below 2^63")
+            yield f"seed {max(self.seeds)}: seeds are below 2^63"
+        if self.nets and Schedule.parse(self.net).changes:
+            yield f"net is {self.net}: composed runs train on one network; leave the schedule out"
+        for method in found:
+            if self.nets and method.watches:
+                yield (
+                    f"method {method.name!r} learns what the network lets it: train it as a whole, "
+                    "with --net and without --compose"
+                )
+        if self.validate and not self.nets:
+            yield "validate compares composed with whole runs: give nets to compose"
+        if self.accumulate > 1 and not self.sharded:
+            yield f"accumulate is {self.accumulate}: micro-batches need --sharded"
+        if self.sharded and getattr(task, "channels_last", False):
+            yield "channels_last=true: FSDP2 shards contiguous parameters: leave it out"
         if self.budget_seconds is not None and self.evaluate_every > task.warmup:
-            raise ConfigError(
+            yield (
                 f"with a budget, evaluate_every ({self.evaluate_every}) must not exceed the "
                 f"task's warm-up ({task.warmup}), in which the number of steps is fixed"
             )
-        for method in found:
-            if isinstance(method, Method) and method.kind == "gradwire":
-                method.check(self.nodes, tasks.shapes(task))  # last, as shapes take time
-        return task
 
-    def _check_share(self, share: float) -> None:
+    def _faults_of_target(self) -> Iterator[str]:
+        share, every = self.target_at, self.evaluate_every
+        if self.target is not None and not self.target > 0:
+            yield f"--target {self.target:g}: a validation loss is above 0"
+        if share is None:
+            return
         if not 0 < share <= 1:
-            raise ConfigError(f"target_at is {share:g}: give a share, above 0 and up to 1")
+            yield f"target_at is {share:g}: give a share, above 0 and up to 1"
         if self.target is not None:
-            raise ConfigError("target and target_at exclude each other: give one")
-        every = self.evaluate_every
-        steps = [self.steps]  # the fewest that a run may have
+            yield "target and target_at exclude each other: give one"
+        steps = self.steps  # the fewest that a run may have
         if self.budget_seconds is not None:
-            steps.append(2 * every)
+            steps = min(steps, 2 * every)
         if self.patience is not None:
-            steps.append(self.patience * every)
+            steps = min(steps, self.patience * every)
         first = min(every, self.steps)  # step with a loss of training
-        if share * min(steps) < first:
-            least = math.ceil(1e4 * first / min(steps)) / 1e4
-            raise ConfigError(
-                f"target_at is {share:g}: with {min(steps)} steps and an evaluation every {every}, "
-                f"the target would be the loss before training; give {least:g} or more"
+        if share * steps < first:
+            yield (
+                f"target_at is {share:g}: with {steps} steps and an evaluation every {every}, the "
+                "target would be the loss before training; give "
+                f"{math.ceil(1e4 * first / steps) / 1e4:g} or more"
             )
 
     def method(self, name: str) -> Method | ShardedMethod:
@@ -204,18 +181,14 @@ class TrainConfig:
 
 def plan(
     net: str | None = None,
-    nodes: int | None = None,
-    methods: tuple[str, ...] | None = None,
-    steps: int | None = None,
     quick: bool = False,
     task: str = "gpt",
     task_options: Mapping[str, Any] | None = None,
     announce: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-    target: float | None = None,
     nets: tuple[str, ...] = (),
     **given: Any,
 ) -> TrainConfig:
-    """The configuration for these arguments; None selects the default.
+    """The configuration for the arguments of a command; None selects the default.
 
     Args:
         quick: end within 45 seconds on two idle cores, unless `net` is slower than the default: a
@@ -226,44 +199,40 @@ def plan(
     Raises:
         ConfigError: a name is unknown or a number is out of range.
     """
-    if nodes is not None and nodes > links.MAX_NODES:
-        raise ConfigError(f"--nodes {nodes}: the lab has {links.MAX_NODES} at most")
-    if nodes == 1:
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("nodes") == 1:
         raise ConfigError("--nodes 1: one node sends nothing; use 2 nodes or more")
-    if steps is not None and steps < 1:
-        raise ConfigError(f"--steps {steps}: train 1 step or more")
-    if target is not None and not target > 0:
-        raise ConfigError(f"--target {target:g}: a validation loss is above 0")
+    if given.get("steps", 1) < 1:
+        raise ConfigError(f"--steps {given['steps']}: train 1 step or more")
     if nets and net is not None:
         raise ConfigError(
             f"--net {net}: --compose trains on none and times on --nets; leave it out"
         )
-    if nets:
-        net = "none"
-    elif net is not None:
+    if net is not None:
         net = str(Schedule.parse(net))  # what a file says, not where it is
-    else:
-        net = _default_net(quick, announce)
+    elif not nets:
+        reason = lab.available()
+        net = "100mbit,1ms" if quick else TrainConfig.net
+        if reason is not None:
+            net = "none"
+            announce(f"no emulated network, so --net none (loopback): {reason}")
     fields: dict[str, Any] = {
         "task": task,
-        "net": net,
-        "target": target,
+        "net": net or "none",
+        "nets": tuple(str(Schedule.parse(one)) for one in nets),
         "interleaved": not nets,
-        **given,
     }
-    fields["nets"] = tuple(str(Schedule.parse(one)) for one in nets)
+    options = dict(task_options or {})
     if given.get("sharded"):
-        fields["methods"] = sharded.COMPARED
+        fields["methods"] = sharded.COMPARED_QUICKLY if quick else sharded.COMPARED
+    elif quick:
+        fields["methods"] = COMPARED
     if quick:
         fields |= {"nodes": 2, "steps": 30, "ideal_steps": 4, "timed_steps": 8}
-        fields["methods"] = sharded.COMPARED_QUICKLY if given.get("sharded") else COMPARED
-        fields["task_options"] = _QUICK_OPTIONS.get(task, {})
-        if steps is None and not nets:
+        options = _QUICK_OPTIONS.get(task, {}) | options
+        if "steps" not in given and not nets:
             fields["budget_seconds"] = 15.0  # so that it ends in time on a slow machine, too
-    chosen = {"nodes": nodes, "methods": methods or None, "steps": steps}
-    fields |= {name: value for name, value in chosen.items() if value is not None}
-    fields["task_options"] = {**fields.get("task_options", {}), **(task_options or {})}
-    config = TrainConfig(**fields)
+    config = TrainConfig(**{**fields, "task_options": options, **given})
     config.check()
     return config
 
@@ -274,11 +243,3 @@ _QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "image": {"network": "cnn", "channels": 8, "hidden": 128, "test_images": 500},
     "image-resnet50": {"channels": 8, "images": 8, "test_images": 500},
 }
-
-
-def _default_net(quick: bool, announce: Callable[[str], None]) -> str:
-    reason = lab.available()
-    if reason is None:
-        return "100mbit,1ms" if quick else TrainConfig.net
-    announce(f"no emulated network, so --net none (loopback): {reason}")
-    return "none"

@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire_tools.bench.tasks import Score, Task
 from gradwire_tools.bench.train import sharded
-from gradwire_tools.bench.train.hooks import Applied, TorchGather, TorchScatter
-from gradwire_tools.bench.train.methods import Method
-from gradwire_tools.bench.train.sharded import ShardedMethod
+from gradwire_tools.bench.train.methods import Applied, Method
+from gradwire_tools.bench.train.sharded import ShardedMethod, TorchGather, TorchScatter
 
 LEARN_AT = (50, 200)  # steps after which levels are learned, of methods that learn them
 
@@ -39,38 +38,28 @@ class MethodRun:
     """State of one method's run with one seed.
 
     Everything that a resumed run needs is in `state`.
-
-    Attributes:
-        model: under DDP or FSDP2, as the method distributes it.
-        replica: under FSDP2, a whole model, for evaluation.
-        accumulate: micro-batches per step.
-        first: the step at which this run began: not 0 where it goes on after one that has ended.
-        step: steps trained.
-        step_seconds: per step since `first`, from fetching the batch to the end of the optimizer's
-            step.
-        link_bytes: bytes that left this node's interface during steps; None without a lab.
-        parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
-        scores: (loss, metric) of every evaluation, equal on all ranks.
-        counted_from: bytes sent in the first steps, whose times are not averaged.
-        apart: by key, bytes to add to what the method counts: of a run before it was resumed, less
-            what does not belong to training.
     """
 
     method: Method | ShardedMethod
     seed: int
     task: Task
-    model: Any
+    model: Any  # under DDP or FSDP2, as the method distributes it
     optimizer: torch.optim.Optimizer
     applied: Applied
-    replica: nn.Module | None = None
-    accumulate: int = 1
-    first: int = 0
-    step: int = 0
+    replica: nn.Module | None = None  # under FSDP2, a whole model, for evaluation
+    accumulate: int = 1  # micro-batches per step
+    first: int = 0  # the step at which this run began: not 0 where it goes on after one that ended
+    step: int = 0  # how many are trained
+    # Since `first`, from fetching the batch to the end of the optimizer's step.
     step_seconds: list[float] = field(default_factory=list)
-    link_bytes: int | None = None
+    link_bytes: int | None = None  # that left this node's interface in steps; None without a lab
+    # Sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch's methods.
     parts: dict[str, float] = field(default_factory=dict)
+    # (loss, metric) of every evaluation, equal on all ranks
     scores: list[tuple[float, float]] = field(default_factory=list)
-    counted_from: int = 0
+    counted_from: int = 0  # bytes sent in the first steps, whose times are not averaged
+    # By key, bytes to add to what the method counts: of a run before it was resumed, less what does
+    # not belong to training.
     apart: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -93,23 +82,17 @@ class MethodRun:
         return self.method.name
 
     def train(self, steps: int) -> None:
-        """`steps` more steps."""
+        """`steps` more steps. Those that are thrown away take time, and are not counted."""
         for _ in range(steps):
-            sent_before = interface_bytes()
-            setup = 0.0 if self.step_seconds else self.applied.setup_seconds
-            self.step_seconds.append(setup + self.timed_step())
-            sent_after = interface_bytes()
-            if sent_before is not None and sent_after is not None:
-                self.link_bytes = (self.link_bytes or 0) + sent_after - sent_before
-            self.step += 1
-
-    def timed_step(self) -> float:
-        """Take one step of training; its seconds, with those of steps that are thrown away."""
-        start = time.perf_counter()
-        self.one_step()
-        while not self.applied.stepped():
+            sent, start = interface_bytes(), time.perf_counter()
             self.one_step()
-        return time.perf_counter() - start
+            while not self.applied.stepped():
+                self.one_step()
+            setup = 0.0 if self.step_seconds else self.applied.setup_seconds
+            self.step_seconds.append(setup + time.perf_counter() - start)
+            if sent is not None:
+                self.link_bytes = (self.link_bytes or 0) + (interface_bytes() or 0) - sent
+            self.step += 1
 
     def one_step(self) -> None:
         """Take one step, which is not counted."""
@@ -134,35 +117,38 @@ class MethodRun:
         """Seconds of a step without communication. Call it after the last evaluation, since ranks
         diverge."""
         if self.replica is not None:
-            self.close()
+            self.applied.remove()
             sharded.communicate(self.model, TorchGather(sends=False), TorchScatter(sends=False))
         with nullcontext() if self.replica is not None else self.model.no_sync():
             start = time.perf_counter()
             self.one_step()
             return time.perf_counter() - start
 
+    def _spent(self) -> dict[str, float]:
+        handle = self.applied.handle
+        stats = {} if handle is None else handle.stats()
+        return {name: stats[name] for name in _PARTS if stats}
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Adds what the steps within spend in kernels and in waiting to `parts`."""
-        handle = self.applied.handle
-        if handle is None:
-            yield
-            return
-        before = handle.stats()
+        before = self._spent()
         yield
-        after = handle.stats()
-        for name in _PARTS:
-            self.parts[name] = self.parts.get(name, 0.0) + after[name] - before[name]
+        for name, value in self._spent().items():
+            self.parts[name] = self.parts.get(name, 0.0) + value - before[name]
 
     def means(self) -> dict[str, Any]:
         """Of measured steps: seconds per step in kernels and in waiting, uncompressed bytes of
         gradients over those sent, and changes of plan by a policy; None for torch's methods."""
-        of = self.parts
+
+        def mean(name: str, per: str) -> float | None:
+            return self.parts[name] / self.parts[per] if self.parts.get(per) else None
+
         return {
-            "kernel_seconds": of["kernel_seconds"] / of["steps"] if of.get("steps") else None,
-            "exposed_seconds": of["exposed_seconds"] / of["steps"] if of.get("steps") else None,
-            "mean_ratio": of["raw_bytes"] / of["wire_bytes"] if of.get("wire_bytes") else None,
-            "plan_changes": int(of["plan"]) if of else None,
+            "kernel_seconds": mean("kernel_seconds", "steps"),
+            "exposed_seconds": mean("exposed_seconds", "steps"),
+            "mean_ratio": mean("raw_bytes", "wire_bytes"),
+            "plan_changes": int(self.parts["plan"]) if self.parts else None,
         }
 
     def decisions(self) -> list[dict[str, Any]]:
@@ -256,18 +242,14 @@ class MethodRun:
 
     def traffic(self) -> dict[str, Any]:
         """What rows have of bytes and memory, so far; memory since the last start."""
-        found = self.applied.traffic(self.step).keys()
-        return {k: n if n is None else n + self.apart.get(k, 0) for k, n in found.items()}
+        found = self.applied.traffic(self.step)
+        return found | {key: found[key] + more for key, more in self.apart.items()}
 
     def count_from(self, traffic: dict[str, Any]) -> None:
         """Have the bytes of an earlier `traffic` be those of now, and count on from them."""
         now = self.traffic()
         of_bytes = [key for key in now if key.endswith("wire_bytes")]
         self.apart = {k: self.apart.get(k, 0) + traffic[k] - now[k] for k in of_bytes}
-
-    def close(self) -> None:
-        """Release the method's resources."""
-        self.applied.remove()
 
 
 def interface_bytes() -> int | None:
@@ -278,8 +260,7 @@ def interface_bytes() -> int | None:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if interface == "lo":
         return None
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, colon, counters = line.partition(":")
-        if colon and name.strip() == interface:
-            return int(counters.split()[8])  # the first eight count received traffic
-    return None
+    lines = Path("/proc/self/net/dev").read_text().replace(":", " ").splitlines()
+    counters = {name: numbers for name, *numbers in map(str.split, lines)}
+    found = counters.get(interface)
+    return None if found is None else int(found[8])  # the first eight count received traffic

@@ -10,7 +10,11 @@ an option of both. Two decide by what they measure: `auto`, with options of `gra
 (`auto:trial=4`), and `flexible`, density and collective of top-k, with those of `gradwire.Flexible`
 and `gradwire.Triggers` (`flexible:steps=5:rest=200`). What these two measure before the first step,
 and the steps that they throw away, count as training time; after a run is resumed, they begin anew.
-Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R` (see `hooks`).
+Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R`, which sends only
+the first 1/ratio of each bucket, uncompressed: a bound on what compressing could pay (CGX Fig. 1;
+THESIS C.2, Fig. C.1), a codec of that ratio that takes no time. The rest arrives as zeros, so that
+ranks agree and nothing diverges, but what is trained is not the model: its rows are marked
+`timing_only`.
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -21,13 +25,17 @@ sent too.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -43,44 +51,68 @@ from gradwire.lang import Codec
 from gradwire.lang.kernels import MEND, uncompiled
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
-from gradwire_tools.bench.train import hooks
-from gradwire_tools.bench.train.hooks import Applied, Options, Traffic, of_handle, ring_bytes
+from gradwire_tools.bench.given import as_hook
 
-__all__ = ["NAMED", "Applied", "Method", "Traffic", "attach", "parse", "ring_bytes"]
-
-
+Options = dict[str, int | float | bool | str]
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 AUTO, FLEXIBLE = "auto", "flexible"
 _FIRST = "artopk:density=0.01"  # of `flexible`, until it decides
 
+
+def _names(of: type[Any]) -> tuple[str, ...]:
+    return tuple(option.name for option in fields(of))
+
+
 # Arguments of `attach`, beside those of `gradwire.Options`.
 _OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
 _OF_ATTACH = (*_OF_RULES, "seed", "coalesce_bytes", "least", "policy", "replan")
-_OF_OPTIONS = tuple(option.name for option in fields(gradwire.Options))
-_OF_REPLAN = tuple(option.name for option in fields(gradwire.Replan))
+_OF_OPTIONS, _OF_REPLAN = _names(gradwire.Options), _names(gradwire.Replan)
 _OF_POLICY = "policy."  # before an option of the policy's own
-_OF_AUTO = tuple(option.name for option in fields(gradwire.Auto) if option.name != "replan")
-_OF_TRIGGERS = tuple(option.name for option in fields(gradwire.Triggers))
-_OF_FLEXIBLE = ("steps", "seconds", *_OF_TRIGGERS)
+_OF_AUTO = tuple(name for name in _names(gradwire.Auto) if name != "replan")
+_OF_TRIGGERS = _names(gradwire.Triggers)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A method at work on one model, under DDP or FSDP2.
+
+    Attributes:
+        traffic: what it has sent from this rank after the given number of steps, and what memory
+            it took, as rows have it: `wire_bytes`, by the rules of this module; `peak_extra_bytes`
+            beyond plain DDP, None where the method does not count it; under FSDP2, those of
+            `wire_bytes` that carry weights and gradients.
+        remove: gives back what the method holds; the model is not trained after it. Torch's hooks
+            cannot be taken off; they go with their model.
+        state, load: this rank's state, of what `torch.load(weights_only=True)` reads; its inverse.
+        handle: of gradwire's methods.
+        flexible: what decides about it after each step of the optimizer.
+        setup_seconds: that it has measured for before the first step; they count as training.
+    """
+
+    traffic: Callable[[int], dict[str, Any]]
+    remove: Callable[[], None] = lambda: None
+    state: Callable[[], dict[str, Any]] = dict
+    load: Callable[[dict[str, Any]], None] = lambda state: None
+    handle: gradwire.Handle | None = None
+    flexible: gradwire.Flexible | None = None
+    setup_seconds: float = 0.0
+
+    def stepped(self) -> bool:
+        """Called after each step of the optimizer; whether it was training, rather than a step that
+        is thrown away."""
+        return self.flexible is None or self.flexible.step()
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method by name.
-
-    Attributes:
-        kind: which function of `_APPLY` puts it on a model.
-        options: what that function is given.
-        bucket_mb: DDP's `bucket_cap_mb`; None for its default.
-        timing_only: whether it only shows what a step can cost: it does not train the model.
-    """
+    """A method by name."""
 
     name: str
-    kind: str
-    options: Options = field(default_factory=dict)
-    bucket_mb: int | None = None
-    timing_only: bool = False
+    kind: str  # which function of `_APPLY` puts it on a model
+    options: Options = field(default_factory=dict)  # what that function is given
+    bucket_mb: int | None = None  # DDP's `bucket_cap_mb`; None for its default
+    timing_only: bool = False  # only shows what a step can cost: it does not train the model
 
     learned = False  # whether levels are learned in training
 
@@ -99,10 +131,9 @@ class Method:
         if self.kind == FLEXIBLE:
             check_pymoo()
             _flexible_options(self.options)
-        if self.kind != "gradwire":
-            return
         if self.automatic:
             _auto_options(self.options)
+        if self.kind != "gradwire" or self.automatic:
             return
         made, options = self._made()
         reason = uncompiled(made.encoders) if options.target == "auto" else None
@@ -143,7 +174,7 @@ class Method:
     @property
     def automatic(self) -> bool:
         """Whether it decides itself what is sent."""
-        return self.kind == "gradwire" and self.options["codec"] == AUTO
+        return self.options.get("codec") == AUTO
 
     @property
     def watches(self) -> bool:
@@ -191,12 +222,12 @@ class Method:
             ConfigError: gradwire does not know the codec or an option.
         """
         begun = time.perf_counter()
-        if self.kind == FLEXIBLE:
-            if optimizer is None:
-                raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
-            applied = _flexible(model, optimizer, self.options)
-        else:
+        if self.kind != FLEXIBLE:
             applied = _APPLY[self.kind](model, self.options)
+        elif optimizer is None:
+            raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
+        else:
+            applied = _flexible(model, optimizer, self.options)
         seconds = time.perf_counter() - begun
         return replace(applied, setup_seconds=seconds if self.watches else 0.0)
 
@@ -216,14 +247,11 @@ NAMED: dict[str, Method] = {
     )
 }
 
-
-def knows(text: str) -> bool:
-    """Whether `text` names a method, with valid options."""
-    try:
-        parse(text)
-    except ConfigError:
-        return False
-    return True
+# Methods without gradwire that take one number: its name, whether it is whole, and the method.
+_NUMBERS: dict[str, tuple[str, bool, Method]] = {
+    "torch-powersgd": ("rank", True, NAMED["torch-powersgd"]),
+    "truncate": ("ratio", False, Method("truncate", "truncate", timing_only=True)),
+}
 
 
 def parse(text: str) -> Method:
@@ -235,19 +263,26 @@ def parse(text: str) -> Method:
     if text in NAMED:
         return NAMED[text]
     kind, _, rest = (part.strip() for part in text.partition(":"))
-    if kind in _NUMBERS:
-        return _with_number(text, kind)
-    if kind in {*codecs.REGISTRY, *registry.REGISTRY, AUTO, FLEXIBLE}:
+    ours = {**codecs.REGISTRY, **registry.REGISTRY}
+    if kind in {*ours, AUTO, FLEXIBLE}:
         kind, rest = "gradwire", text
-    if kind != "gradwire" or not rest:
+    if kind not in _NUMBERS and (kind != "gradwire" or not rest):
         several = "CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec list`"
         known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, several]
-        others = {name: name for name in {**codecs.REGISTRY, **registry.REGISTRY}}
+        others = {name: name for name in ours}
         raise ConfigError(f"unknown method {text!r}: {use_one_of(kind, known, others)}")
     try:
-        codec, options = parse_text(rest)
+        codec, options = parse_text(text if kind in _NUMBERS else rest)
     except ConfigError as error:
         raise ConfigError(f"method {error}") from error
+    if kind in _NUMBERS:
+        name, whole, base = _NUMBERS[kind]
+        value = options.get(name)
+        number = type(value) is int or (type(value) is float and not whole)
+        if set(options) != {name} or not number or not 1 <= float(value or 0) < 1e9:
+            what = "a whole number" if whole else "a number"
+            raise ConfigError(f"method {text!r}: write {kind}:{name}=N, with {what} of 1 or more")
+        return replace(base, name=text, options=options)
     if "codec" in options:
         raise ConfigError(f"method {text!r}: option 'codec' is given twice")
     if codec == FLEXIBLE:
@@ -255,26 +290,16 @@ def parse(text: str) -> Method:
     return Method(text, "gradwire", {"codec": codec, **options})
 
 
-# Methods without gradwire that take one number: its name, whether it is whole, and the method.
-_NUMBERS: dict[str, tuple[str, type, Method]] = {
-    "torch-powersgd": ("rank", int, NAMED["torch-powersgd"]),
-    "truncate": ("ratio", float, Method("truncate", "truncate", {"ratio": 4}, timing_only=True)),
-}
+def knows(text: str) -> bool:
+    """Whether `text` names a method, with valid options."""
+    with contextlib.suppress(ConfigError):
+        return bool(parse(text))
+    return False
 
 
-def _with_number(text: str, kind: str) -> Method:
-    """Such a method with its number; raises ConfigError for another option, or a number below 1."""
-    name, number, base = _NUMBERS[kind]
-    try:
-        options = parse_text(text)[1]
-    except ConfigError as error:
-        raise ConfigError(f"method {error}") from error
-    what = "a whole number" if number is int else "a number"
-    value = options.get(name)
-    allowed = (int,) if number is int else (int, float)
-    if set(options) != {name} or type(value) not in allowed or not 1 <= float(value or 0) < 1e9:
-        raise ConfigError(f"method {text!r}: write {kind}:{name}=N, with {what} of 1 or more")
-    return replace(base, name=text, options={name: options[name]})
+def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:
+    """What each rank sends in a ring all-reduce: 2 (N-1)/N of the data."""
+    return round(2 * (world_size - 1) / world_size * numel * bytes_per_value)
 
 
 def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
@@ -317,36 +342,27 @@ def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
     given = {name: own.pop(name) for name in _OF_ATTACH if name in own}
     if "policy" in given:
         when = {name: own.pop(name) for name in _OF_REPLAN if name in own}
-        never = {"stale": None} if when.get("stale") == "none" else {}
-        given["replan"] = gradwire.Replan(**(when | never))
+        if when.get("stale") == "none":
+            when["stale"] = None
+        given["replan"] = gradwire.Replan(**when)
         of_policy = {n: own.pop(n) for n in list(own) if n.startswith(_OF_POLICY)}
         texts = [f"{n.removeprefix(_OF_POLICY)}={value}" for n, value in of_policy.items()]
         given["policy"] = ":".join([str(given["policy"]), *texts])
     return own, given, run
 
 
-_APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
-    "torch_fp32": hooks.torch_cast,
-    "torch_cast": hooks.torch_cast,
-    "torch_powersgd": hooks.torch_powersgd,
-    "truncate": hooks.truncate,
-    "gradwire": lambda model, options: of_handle(attach(model, options)),
-}
-
-
 def _auto_options(options: Options) -> gradwire.Auto:
     """What automatic mode is told; raises ConfigError for another option, or a wrong value."""
     given: dict[str, Any] = {name: value for name, value in options.items() if name != "codec"}
     _check_known(AUTO, given, _OF_AUTO)
-    for option in ("codecs", "methods"):
-        if option in given:
-            given[option] = [str(given[option])]
+    for option in {"codecs", "methods"} & given.keys():
+        given[option] = [str(given[option])]
     return gradwire.Auto(**given)
 
 
 def _flexible_options(options: Options) -> dict[str, Any]:
     """What `gradwire.Flexible` is told; raises ConfigError as `_auto_options`."""
-    _check_known(FLEXIBLE, options, _OF_FLEXIBLE)
+    _check_known(FLEXIBLE, options, ("steps", "seconds", *_OF_TRIGGERS))
     given: dict[str, Any] = dict(options)
     of_triggers = {name: given.pop(name) for name in _OF_TRIGGERS if name in given}
     check_numbers(**given)
@@ -356,6 +372,16 @@ def _flexible_options(options: Options) -> dict[str, Any]:
 def _check_known(method: str, given: Options, known: tuple[str, ...]) -> None:
     for name in (one for one in given if one not in known):
         raise ConfigError(f"method {method} has no option {name!r}: {use_one_of(name, known)}")
+
+
+def of_handle(handle: gradwire.Handle) -> Applied:
+    """A method of gradwire's at work."""
+
+    def traffic(steps: int) -> dict[str, Any]:
+        stats = handle.stats()
+        return {key: int(stats[key]) for key in ("wire_bytes", "peak_extra_bytes")}
+
+    return Applied(traffic, handle.detach, handle.state_dict, handle.load_state_dict, handle)
 
 
 def _flexible(
@@ -376,3 +402,88 @@ def _flexible(
         handle.load_state_dict({**state, "parameters": facts})
 
     return replace(of_handle(handle), flexible=decides, remove=remove, load=load)
+
+
+# Torch's bf16 hook by another name, by which DDP refuses it without NCCL; gloo reduces bf16.
+_CAST: dict[str, Callable[..., Any]] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket),  # noqa: PLW0108
+}
+
+
+def _torch_cast(model: DistributedDataParallel, options: Options) -> Applied:
+    dtype = str(options["dtype"])
+    if dtype in _CAST:
+        model.register_comm_hook(None, _CAST[dtype])
+    of_step = ring_bytes(_numel(model), 2 if dtype in _CAST else 4, dist.get_world_size())
+    extra = None if dtype in _CAST else 0
+    return Applied(lambda steps: {"wire_bytes": steps * of_step, "peak_extra_bytes": extra})
+
+
+_DENSE_STEPS = 2  # of PowerSGD: the fewest that torch allows with error feedback
+_POWERSGD_STATE = (
+    *("error_dict", "p_memory_dict", "q_memory_dict", "iter", "total_numel_before_compression"),
+    *("total_numel_after_compression", "next_stats_report"),
+)
+
+
+def _torch_powersgd(model: DistributedDataParallel, options: Options) -> Applied:
+    rank = int(options["rank"])
+    state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=_DENSE_STEPS)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    numel = _numel(model)
+
+    def reduced(steps: int) -> int:
+        return min(steps, _DENSE_STEPS) * numel + int(state.total_numel_after_compression)
+
+    def saved() -> dict[str, Any]:
+        kind, keys, at, has_gauss, gauss = state.rng.get_state()
+        draws = [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), at, has_gauss, gauss]
+        return {name: getattr(state, name) for name in _POWERSGD_STATE} | {"rng": draws}
+
+    def load(found: dict[str, Any]) -> None:
+        for name in _POWERSGD_STATE:
+            setattr(state, name, found[name])
+        kind, keys, *rest = found["rng"]
+        state.rng.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+
+    return Applied(_of_values(reduced), state=saved, load=load)
+
+
+def _truncate(model: DistributedDataParallel, options: Options) -> Applied:
+    ratio, sent = float(options["ratio"]), [0]
+
+    @as_hook
+    def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        values = bucket.buffer()
+        first = values[: max(1, int(values.numel() / ratio))]
+        sent[0] += first.numel()
+        values[first.numel() :] = 0
+        first /= model.process_group.size()
+        done = dist.all_reduce(first, group=model.process_group, async_op=True).get_future()
+        whole: torch.futures.Future[torch.Tensor] = done.then(lambda _: values)
+        return whole
+
+    model.register_comm_hook(None, hook)
+    return Applied(_of_values(lambda steps: sent[0]))
+
+
+def _of_values(reduced: Callable[[int], int]) -> Callable[[int], dict[str, Any]]:
+    """The traffic of a hook of torch's that has reduced so many fp32 values."""
+    ranks = dist.get_world_size()
+    return lambda steps: {
+        "wire_bytes": ring_bytes(reduced(steps), 4, ranks), "peak_extra_bytes": None,
+    }  # fmt: skip
+
+
+def _numel(model: DistributedDataParallel) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+_APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
+    "torch_fp32": _torch_cast,
+    "torch_cast": _torch_cast,
+    "torch_powersgd": _torch_powersgd,
+    "truncate": _truncate,
+    "gradwire": lambda model, options: of_handle(attach(model, options)),
+}

@@ -1,18 +1,13 @@
-"""One training of `bench train` on one network: starts the ranks, passes their rows on, and adds a
-summary per method."""
+"""The rows of `bench train`: their keys, what a run has sent, and a summary per method."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from gradwire_tools import lab
-from gradwire_tools.bench import workers
 from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.bench.train import state
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.bench.train.config import TOLERANCE, TrainConfig
 
@@ -66,14 +61,7 @@ KINDS = (
     ),
 )
 
-WORKER = "gradwire_tools.bench.train.worker"
-
 Row = dict[str, Any]
-Announce = Callable[[str], None]
-
-# Is told the progress of one method: an event `step` (`worker`) with `phase`, what it trains for:
-# "training", "timing NET" or "whole run NET".
-Advance = Callable[[Row], None]
 
 # Keys that all rows of a run have alike.
 _COMMON = (
@@ -89,39 +77,29 @@ _OF_END = (
 )
 
 
-def rows(
-    config: TrainConfig, progress: Advance | None, announce: Announce, phase: str = "training"
-) -> Iterator[Row]:
-    """Train on one network, and yield rows as they come, those of a run that is continued first.
-
-    Raises:
-        ConfigError: the configuration cannot run, or not on this machine.
-        WorkerError: a rank failed or timed out.
-    """
-    evaluations, ends = [], []
-    for event in _events(config, announce):
-        if event["event"] == "length":
-            announce(event["text"])
-        elif event["event"] == "step":
-            if progress is not None:
-                progress({"phase": phase, **event})
-        elif event["event"] == "finished":
-            ends.append(event)
-        elif event["event"] == "row":
-            evaluations.append(event["row"])
-            yield event["row"]
-    yield from summaries(config, [r for r in evaluations if r["row"] == "evaluation"], ends)
+def evaluations_of(rows: list[Row], method: str, seed: int) -> list[Row]:
+    """A method's evaluations with a seed."""
+    wanted = ("evaluation", method, seed)
+    return [r for r in rows if (r["row"], r["method"], r.get("seed")) == wanted]
 
 
-def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
-    """What the ranks report, after what they had when the run was saved."""
-    saved = None if config.state is None else state.load(Path(config.state), 0, look=True)
-    if saved is not None:
-        yield from saved["events"]
-    if saved is None or not saved["ended"]:
-        net = lab.Schedule.parse(config.net)
-        nodes, limit = config.nodes, config.timeout_seconds
-        yield from workers.events(WORKER, config, nodes, net, limit, announce)
+def bytes_per_step(evaluations: list[Row]) -> list[float]:
+    """What a step sends between each two evaluations, from step 0 on."""
+    return [
+        (now["wire_bytes"] - before["wire_bytes"]) / (now["step"] - before["step"])
+        for before, now in itertools.pairwise(evaluations)
+    ]
+
+
+def varies(rows: list[Row], method: str, seed: int) -> bool:
+    """Whether a run did not always send the same."""
+    sent = bytes_per_step(evaluations_of(rows, method, seed))
+    return bool(sent) and not alike(min(sent), max(sent))
+
+
+def alike(one: float, other: float) -> bool:
+    """Whether two numbers of bytes are too near to draw a line through their times."""
+    return abs(one - other) <= 0.1 * max(one, other)
 
 
 def summaries(config: TrainConfig, evaluations: list[Row], ends: list[Row]) -> Iterator[Row]:

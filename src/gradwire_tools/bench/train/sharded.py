@@ -16,6 +16,11 @@ All methods have one mixed-precision policy, `POLICY`: FSDP2 computes with fp32 
 fp32 gradients. Methods differ in what is sent alone. FSDP2's own policy for bf16 would change what
 is computed, too.
 
+Bytes of torch's collectives are a formula, since torch does not count: an all-gather sends (N-1)
+times the bytes of a rank's part, a reduce-scatter (N-1)/N of the bytes of its input, at the width
+that is sent. gloo's reduce-scatter is an all-reduce inside and sends twice as much: `link_bytes`
+has what really left the node, where a network is emulated.
+
 `fully_shard` wraps every entry of a ModuleList (the blocks of a transformer), every other layer of
 `LARGE` values or more, then the root. FSDP2's defaults hold: the root's weights are gathered once
 per step, those of others twice.
@@ -23,9 +28,9 @@ per step, those of others twice.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,13 +39,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 import gradwire
 from gradwire.aggregators import Compressed, registry
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
-from gradwire_tools.bench.train.hooks import Applied, TorchGather, TorchScatter, Traffic, of_handle
-from gradwire_tools.bench.train.methods import compiled
+from gradwire_tools.bench.train.methods import Applied, Shapes, compiled, of_handle
 
 POLICY = "param fp32, reduce fp32"  # of every method, as rows have it
 _POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -50,35 +56,27 @@ LARGE = 1 << 16  # values of a layer that is a group of its own
 
 @dataclass(frozen=True)
 class ShardedMethod:
-    """A method by name.
-
-    Attributes:
-        ours: whether gradwire sends, or torch.
-        weights, gradients: what they are sent in: a codec's text, None for uncompressed by FSDP2
-            (weights) or gradwire (gradients); of torch's methods "fp32", "fp16" or "bf16".
-        options: further arguments of `gradwire.attach`.
-        learned: whether levels are learned in training.
-        ratios: of `truncate`, of weights and of gradients: how much less is sent.
-    """
+    """A method by name, as `Method`."""
 
     name: str
-    ours: bool
+    ours: bool  # whether gradwire sends, or torch
+    # What they are sent in: a codec's text, None for uncompressed by FSDP2 (weights) or gradwire
+    # (gradients); of torch's methods "fp32", "fp16" or "bf16".
     weights: str | None
     gradients: str | None
-    options: dict[str, Any] = field(default_factory=dict)
-    learned: bool = False
-    ratios: tuple[float, float] | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `gradwire.attach`
+    learned: bool = False  # whether levels are learned in training
+    ratios: tuple[float, float] | None = None  # of `truncate`: how much less is sent of each
 
     watches = False  # the network, while it trains
     replaces_momentum = False
 
     @property
     def timing_only(self) -> bool:
-        """Whether it only shows what a step can cost: it does not train the model."""
         return self.ratios is not None
 
-    def check(self) -> None:
-        """Whether it can be attached, told before anything is launched.
+    def check(self, ranks: int = 1, shapes: Shapes = ()) -> None:
+        """Whether it can be attached, told before anything is launched; to any model.
 
         Raises:
             ConfigError: gradwire does not know a codec or an option, or it is not for this use.
@@ -118,22 +116,24 @@ class ShardedMethod:
         gather, scatter = TorchGather(widths[0], ratios[0]), TorchScatter(widths[1], ratios[1])
         by_torch = not self.ours or self.weights is None
         communicate(model, gather if by_torch else None, None if self.ours else scatter)
-        if not self.ours:
+        applied, handle = Applied(lambda steps: {}), None
+        if self.ours:
+            given = {"weights": self.weights, **self.options}
+            handle = compiled(gradwire.attach(model, self.gradients, **given))
+            applied = of_handle(handle)
 
-            def torchs(steps: int) -> Traffic:
-                sent = gather.wire_bytes + scatter.wire_bytes
-                return Traffic(sent, None, gather.wire_bytes)
+        def traffic(steps: int) -> dict[str, Any]:
+            stats = {} if handle is None else handle.stats()
+            weights = gather.wire_bytes + int(stats.get("weights_wire_bytes", 0))
+            gradients = scatter.wire_bytes + int(stats.get("wire_bytes", 0))
+            return {
+                "wire_bytes": weights + gradients,
+                "peak_extra_bytes": None,
+                "weights_wire_bytes": weights,
+                "gradients_wire_bytes": gradients,
+            }
 
-            return Applied(torchs)
-        given = {"weights": self.weights, **self.options}
-        handle = compiled(gradwire.attach(model, self.gradients, **given))
-
-        def traffic(steps: int) -> Traffic:
-            stats = handle.stats()
-            weights = gather.wire_bytes + int(stats["weights_wire_bytes"])
-            return Traffic(weights + int(stats["wire_bytes"]), None, weights)
-
-        return replace(of_handle(handle), traffic=traffic)
+        return replace(applied, traffic=traffic)
 
 
 NAMED: dict[str, ShardedMethod] = {
@@ -150,11 +150,10 @@ COMPARED = (
 )  # fmt: skip
 COMPARED_QUICKLY = ("fsdp-fp32", "fsdp-bf16", "qsdp:w=8:g=8")
 
-_FORMS = (
-    *("gradwire:w=CODEC:g=CODEC", "qsdp:w=BITS[diff]:g=BITS[:learned]"),
+KNOWN = (
+    *(*NAMED, "gradwire:w=CODEC:g=CODEC", "qsdp:w=BITS[diff]:g=BITS[:learned]"),
     "truncate:w=RATIO:g=RATIO",
 )
-KNOWN = (*NAMED, *_FORMS)
 _OPTIONS: dict[str, dict[str, Any]] = {
     "keep": {name: name for name in KEEP},
     "error_feedback": {"true": True, "false": False},
@@ -165,11 +164,8 @@ _LEARNED = {"w": "learnedlevels", "g": "learnedlevels:rounding=stochastic"}
 
 def knows(text: str) -> bool:
     """Whether `text` names a method of `--sharded`, with valid options or not."""
-    return (
-        text in NAMED
-        or re.match(r"\s*(qsdp\s*(:|$)|truncate\s*:\s*[wg]=|gradwire\s*:\s*[wg]=)", text)
-        is not None
-    )
+    form = r"\s*(qsdp\s*(:|$)|(truncate|gradwire)\s*:\s*[wg]=)"
+    return text in NAMED or re.match(form, text) is not None
 
 
 def parse(text: str) -> ShardedMethod:
@@ -181,11 +177,17 @@ def parse(text: str) -> ShardedMethod:
     if text in NAMED:
         return NAMED[text]
     if not knows(text):
-        known = use_one_of(text, KNOWN)
-        raise ConfigError(f"unknown method {text!r} with --sharded: {known}")
+        raise ConfigError(f"unknown method {text!r} with --sharded: {use_one_of(text, KNOWN)}")
     kind, *parts = (part.strip() for part in text.split(":"))
     if kind == "truncate":
-        return ShardedMethod(text, False, "fp32", "fp32", ratios=_ratios(text, parts))
+        ratio = r"(\d+(?:\.\d+)?)"
+        match = re.fullmatch(rf"w={ratio}:g={ratio}", ":".join(parts))
+        weights, gradients = map(float, match.groups() if match else (0, 0))
+        if min(weights, gradients) < 1:
+            raise ConfigError(
+                f"method {text!r}: write truncate:w=RATIO:g=RATIO, with numbers of 1 or more"
+            )
+        return ShardedMethod(text, False, "fp32", "fp32", ratios=(weights, gradients))
     learned = "learned" in parts
     codecs, options = _sorted(text, [part for part in parts if part != "learned"])
     of_bits = _LEARNED if learned else _QSDP
@@ -201,17 +203,6 @@ def parse(text: str) -> ShardedMethod:
             if found[2] and options.setdefault("keep", "reference") != "reference":
                 raise ConfigError(f"method {text!r}: differences of weights need keep=reference")
     return ShardedMethod(text, True, codecs.get("w"), codecs.get("g"), options, learned)
-
-
-def _ratios(text: str, parts: list[str]) -> tuple[float, float]:
-    """(of weights, of gradients), as `truncate` has them."""
-    ratio = r"(\d+(?:\.\d+)?)"
-    found = re.fullmatch(rf"w={ratio}:g={ratio}", ":".join(parts))
-    if found is None or min(map(float, found.groups())) < 1:
-        raise ConfigError(
-            f"method {text!r}: write truncate:w=RATIO:g=RATIO, with numbers of 1 or more"
-        )
-    return float(found[1]), float(found[2])
 
 
 def _sorted(text: str, parts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -258,10 +249,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def groups(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+def groups(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     """The parts of a model that FSDP2 gathers by themselves, with their prefixes."""
-    named = model.named_modules()
-    return ((prefix, module) for prefix, module in named if isinstance(module, FSDPModule))
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
 
 
 def communicate(model: nn.Module, gather: TorchGather | None, scatter: TorchScatter | None) -> None:
@@ -271,3 +261,82 @@ def communicate(model: nn.Module, gather: TorchGather | None, scatter: TorchScat
             module.set_custom_all_gather(gather)
         if scatter is not None:
             module.set_custom_reduce_scatter(scatter)
+
+
+_WIDTHS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def kept(numel: int, ratio: float) -> int:
+    """How many of `numel` values are sent: at least one, if there are any."""
+    return math.ceil(numel / ratio)
+
+
+class _Torchs(DefaultAllocMixin):
+    """A collective of the first 1/`ratio` of each rank's part, of values cast to `width`.
+
+    Attributes:
+        sends: if not, a rank's own values take the place of every other's.
+        wire_bytes: by the formula, so far.
+    """
+
+    def __init__(self, width: str = "fp32", ratio: float = 1, sends: bool = True) -> None:
+        self.width, self.ratio, self.sends = _WIDTHS[width], ratio, sends
+        self.wire_bytes = 0
+
+
+class TorchGather(_Torchs, AllGather):
+    """Torch's all-gather of weights."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        parts = output_tensor.view(group.size(), -1)
+        if not self.sends:
+            parts.copy_(input_tensor.clone())
+            return None
+        own = input_tensor[: kept(input_tensor.numel(), self.ratio)].to(self.width)
+        self.wire_bytes += (group.size() - 1) * own.nbytes
+        if own.dtype == input_tensor.dtype and own.numel() == input_tensor.numel():
+            return dist.all_gather_into_tensor(output_tensor, own, group, async_op)
+        every = own.new_empty(group.size(), own.numel())
+        dist.all_gather_into_tensor(every.view(-1), own, group)
+        parts[:, own.numel() :].zero_()
+        parts[:, : own.numel()].copy_(every)
+        return None
+
+
+class TorchScatter(_Torchs, ReduceScatter):
+    """Torch's reduce-scatter of gradients; 16-bit values are divided by the number of ranks before
+    they are summed, as in DDP's hooks."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Any:
+        parts = input_tensor.view(group.size(), -1)
+        if not self.sends:
+            output_tensor.copy_(parts[group.rank()])
+            return None
+        count = kept(output_tensor.numel(), self.ratio)
+        every = parts[:, :count].to(self.width).contiguous()
+        self.wire_bytes += (group.size() - 1) * every.nbytes // group.size()
+        cast = every.dtype != input_tensor.dtype
+        if not cast and count == output_tensor.numel():
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        if cast:
+            assert op == dist.ReduceOp.AVG
+            every.div_(group.size())
+            op = dist.ReduceOp.SUM
+        own = every.new_empty(count)
+        dist.reduce_scatter_tensor(own, every.view(-1), op, group)
+        output_tensor[count:].zero_()
+        output_tensor[:count].copy_(own)
+        return None

@@ -85,19 +85,8 @@ def _damaged(file: Path, reason: str) -> ConfigError:
     return ConfigError(f"--resume: {file} is damaged ({reason}): leave --resume out to start again")
 
 
-def save_end(folder: Path, method: str, rank: int, state: State) -> None:
-    """Write a rank's last state of a method."""
-    folder.mkdir(exist_ok=True)
-    torch.save(state, _end(folder, method, rank))
-
-
-def load_end(folder: Path, method: str, rank: int) -> State:
-    """What `save_end` has written."""
-    found: State = torch.load(_end(folder, method, rank), weights_only=True)
-    return found
-
-
-def _end(folder: Path, method: str, rank: int) -> Path:
+def end_of(folder: Path, method: str, rank: int) -> Path:
+    """The file with a rank's last state of a method."""
     return folder / f"{quote(method, safe='')}-{rank}.pt"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,69 +39,48 @@ def watch(
         TextColumn("{task.fields[seconds]:.1f} s"),
         TextColumn("[bold]loss {task.fields[loss]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        shown = _Bars(config, bars)
-        last_line = 0.0
+    terminal = console.is_terminal
+    with Progress(*columns, console=console, disable=not terminal) as bars:
+        shown, last_line = "", 0.0
+        bar_of: dict[str, TaskID] = {}  # of each method; a new phase has bars of its own
+
+        def begin(phase: str) -> None:
+            nonlocal shown
+            for bar in bar_of.values():
+                bars.remove_task(bar)
+            shown, total = phase, config.steps * len(config.seeds)
+            prefix = "" if phase == "training" else f"{phase}: "
+            for name in config.methods:
+                bar_of[name] = bars.add_task(prefix + name, total=total, seconds=0.0, loss=DASH)
 
         def moved(at: Row) -> None:
             nonlocal last_line
-            shown.moved(at)
-            now = time.monotonic()
-            if config.nets and not console.is_terminal and now - last_line >= _BETWEEN_LINES_S:
-                last_line = now
-                console.print(
-                    "{phase}: {method}, seed {seed}, step {step} of {steps}".format(**at),
-                    highlight=False, soft_wrap=True,
-                )  # fmt: skip
+            if at["phase"] != shown:
+                begin(at["phase"])
+            seeds = config.seeds[: 1 if at["phase"].startswith("timing") else None]
+            done = seeds.index(at["seed"]) * at["steps"] + at["step"]
+            bars.update(
+                bar_of[at["method"]], seconds=at["seconds"], completed=done,
+                total=at["steps"] * len(seeds),
+            )  # fmt: skip
+            if config.nets and not terminal and time.monotonic() - last_line >= _BETWEEN_LINES_S:
+                last_line = time.monotonic()
+                say("{phase}: {method}, seed {seed}, step {step} of {steps}".format(**at))
 
-        def announce(text: str) -> None:
-            console.print(text, style="dim", highlight=False, soft_wrap=True)
+        def say(text: str, style: str | None = None) -> None:
+            console.print(text, style=style, highlight=False, soft_wrap=True)
 
+        begin("training")
+        announce = partial(say, style="dim")
         for row in run.run(config, moved, announce, folder, resume):
             if row["row"] == "evaluation" and not config.nets:
-                shown.evaluated(row)
-                if not console.is_terminal:
-                    console.print(
-                        f"{row['method']:>20}  seed {row['seed']}  step {row['step']:>4}  "
-                        f"{row['seconds']:7.1f} s  loss {digits(row['loss'], 4)}",
-                        highlight=False,
-                    )
+                done = row["step"] if len(config.seeds) == 1 else None
+                loss, bar = digits(row["loss"], 4), bar_of[row["method"]]
+                bars.update(bar, seconds=row["seconds"], completed=done, loss=loss)
+                if not terminal:
+                    at = f"{row['method']:>20}  seed {row['seed']}  step {row['step']:>4}"
+                    console.print(f"{at}  {row['seconds']:7.1f} s  loss {loss}", highlight=False)
             yield row
-
-
-class _Bars:
-    """A bar for each method; a new phase starts them anew."""
-
-    def __init__(self, config: TrainConfig, bars: Progress) -> None:
-        self._config = config
-        self._bars = bars
-        self._ids: dict[str, TaskID] = {}
-        self._begin("training")
-
-    def _begin(self, phase: str) -> None:
-        self._phase = phase
-        for bar in self._ids.values():
-            self._bars.remove_task(bar)
-        total = self._config.steps * len(self._config.seeds)
-        prefix = "" if phase == "training" else f"{phase}: "
-        self._ids = {
-            name: self._bars.add_task(prefix + name, total=total, seconds=0.0, loss=DASH)
-            for name in self._config.methods
-        }
-
-    def moved(self, at: Row) -> None:
-        if at["phase"] != self._phase:
-            self._begin(at["phase"])
-        seeds = self._config.seeds[: 1 if at["phase"].startswith("timing") else None]
-        done, total = seeds.index(at["seed"]) * at["steps"] + at["step"], at["steps"] * len(seeds)
-        self._update(at, completed=done, total=total)
-
-    def evaluated(self, row: Row) -> None:
-        done = row["step"] if len(self._config.seeds) == 1 else None
-        self._update(row, completed=done, loss=digits(row["loss"], 4))
-
-    def _update(self, at: Row, **fields: Any) -> None:
-        self._bars.update(self._ids[at["method"]], seconds=at["seconds"], **fields)
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

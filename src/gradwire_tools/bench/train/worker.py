@@ -6,7 +6,7 @@ JSON object per line, each with the key `event`:
 - `row`: an evaluation or a decision, whole, as docs/reference/benchmarks.md has it;
 - `length`: `text`, once the number of steps is fixed;
 - `step`: progress of a method: `method, seed, step, steps, seconds`;
-- `network`: a change of the network, see `scheduled`;
+- `network`: that the network is to change to `net`, see `Follower`;
 - `finished`: of a method and a seed, what a summary has of its steps.
 
 The methods of a group are interleaved: each trains up to the next evaluation, in an order that
@@ -28,17 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire_tools.bench import workers
+from gradwire.errors import GradwireError
+from gradwire_tools.bench import tasks, workers
 from gradwire_tools.bench.interleaved import quartiles
 from gradwire_tools.bench.train import state
-from gradwire_tools.bench.train.compose import evaluations_of, varies
 from gradwire_tools.bench.train.config import TrainConfig
 from gradwire_tools.bench.train.method_run import MethodRun
-from gradwire_tools.bench.train.scheduled import Follower
+from gradwire_tools.bench.train.rows import varies
 from gradwire_tools.lab import Schedule
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
+_CHANGE_SECONDS, _POLL_SECONDS = 30.0, 0.005
 
 
 def main(arguments: list[str]) -> None:
@@ -46,12 +47,52 @@ def main(arguments: list[str]) -> None:
     config, events = workers.configured(TrainConfig, arguments)
     dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
     asks = arguments[1] if dist.get_rank() == 0 else None
-    network = Follower(Schedule.parse(config.net), events.write, asks)
-    folder = None if config.state is None else Path(config.state)
-    with nullcontext() if folder is None else state.used_by_rank(folder):
-        Training(config, events, network, folder).all_groups()
+    network = Follower(Schedule.parse(config.net), events, asks)
+    with nullcontext() if config.state is None else state.used_by_rank(Path(config.state)):
+        Training(config, events, network).all_groups()
     dist.barrier()
     dist.destroy_process_group()
+
+
+class Follower:
+    """Has the lab follow a schedule of networks.
+
+    Rank 0 knows the step; the lab belongs to the parent of the ranks. Where the network is to
+    change, rank 0 appends an event `network` between two steps, and waits until the parent has
+    written that network to a file beside the events. Meanwhile the other ranks wait for rank 0 in
+    their next collective. Rank 0's clock stands still: no timed step has two networks.
+
+    Args:
+        schedule: to follow; at first, the lab has the network of its first phase.
+        events_file: where events go; None on other ranks, whose calls do nothing.
+    """
+
+    def __init__(self, schedule: Schedule, events: workers.Events, events_file: str | None) -> None:
+        self.schedule, self._events = schedule, events
+        self._answer = None if events_file is None else Path(events_file).with_name(workers.ANSWER)
+        self._now = schedule.first
+
+    def follow(self, step: int, steps: int, step_seconds: list[float]) -> None:
+        """Have the network that holds when `step` of `steps` steps are done.
+
+        Raises:
+            GradwireError: the parent did not answer.
+        """
+        net = self.schedule.at(step, steps, sum(step_seconds))
+        if self._answer is None or net == self._now:
+            return
+        self._events.write("network", net=str(net))
+        deadline = time.monotonic() + _CHANGE_SECONDS
+        while not (self._answer.exists() and self._answer.read_text() == str(net)):
+            if time.monotonic() > deadline:
+                raise GradwireError(f"the lab did not change to {net} within {_CHANGE_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+        self._now = net
+
+    def keys(self, step: int, steps: int, step_seconds: list[float]) -> dict[str, Any]:
+        """What an evaluation tells: the network of the steps before it."""
+        net = self.schedule.at(max(0, step - 1), steps, sum(step_seconds[:-1]))
+        return {"net_now": str(net)} if self.schedule.changes else {}
 
 
 class Training:
@@ -61,19 +102,11 @@ class Training:
     between two turns.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        events: workers.Events,
-        network: Follower,
-        folder: Path | None,
-    ) -> None:
-        self.config = config
-        self.network = network
-        self.events = events
-        self.folder = folder
+    def __init__(self, config: TrainConfig, events: workers.Events, network: Follower) -> None:
+        self.config, self.events, self.network = config, events, network
+        self.folder = None if config.state is None else Path(config.state)
         self.rank = dist.get_rank()
-        self.task = config.check()
+        self.task = tasks.get(config.task, **config.task_options)
         self.common: dict[str, Any] = {}  # keys of all rows
         self.groups = config.groups()
         self.position = {"group": 0, "turn": 0}
@@ -87,13 +120,13 @@ class Training:
 
     def all_groups(self) -> None:
         """Every method with every seed, from where a saved run ended."""
-        saved = None if self.folder is None else state.load(self.folder, self.rank)
-        if saved is not None:
-            self.position, self.steps = saved["position"], saved["steps"]
-            self.kept, self.length_fixed = saved["events"], True
+        saved: dict[str, Any] = {}
+        if self.folder is not None and (found := state.load(self.folder, self.rank)) is not None:
+            self.position, self.steps, saved = found["position"], found["steps"], found["runs"]
+            self.kept, self.length_fixed = found["events"], True
         while self.position["group"] < len(self.groups):
-            self._one_group(saved["runs"] if saved else {})
-            saved = None
+            self._one_group(saved)
+            saved = {}
             self.position = {"group": self.position["group"] + 1, "turn": 0}
             self._save([])
 
@@ -116,7 +149,8 @@ class Training:
             if self.config.starts_from is not None:
                 ends = Path(self.config.starts_from)
                 for run in runs:
-                    run.go_on(*(state.load_end(ends, run.name, r) for r in (self.rank, 0)))
+                    files = (state.end_of(ends, run.name, rank) for rank in (self.rank, 0))
+                    run.go_on(*(torch.load(file, weights_only=True) for file in files))
             self._evaluate(runs)
         while going := [run for run in runs if not self._ended(run)]:
             first = self.position["turn"] % len(going)
@@ -131,22 +165,23 @@ class Training:
         self._finish(runs)
 
     def _ended(self, run: MethodRun) -> bool:
-        losses, patience = [loss for loss, _ in run.scores], self.config.patience
-        if run.step >= run.first + self.steps:
-            return True
-        return patience is not None and stalled(rolling(losses, self.config.rolling), patience)
+        averages = rolling([loss for loss, _ in run.scores], self.config.rolling)
+        patience = self.config.patience
+        whole = run.step >= run.first + self.steps
+        return whole or (patience is not None and stalled(averages, patience))
 
     def _train(self, run: MethodRun, until: int) -> None:
         dist.barrier()
-        self._step(run, min(until, run.first + self.config.skip_steps))
+        skipped = run.first + self.config.skip_steps
+        self._step(run, min(until, skipped), skipped)
         with run.measured():
-            self._step(run, until)
+            self._step(run, until, skipped)
 
-    def _step(self, run: MethodRun, until: int) -> None:
+    def _step(self, run: MethodRun, until: int, skipped: int) -> None:
         while run.step < until:
             self.network.follow(run.step, self.steps, run.step_seconds)
             run.train(1)
-            if run.step == run.first + self.config.skip_steps:
+            if run.step == skipped:
                 run.counted_from = run.traffic()["wire_bytes"]
             if time.monotonic() - self.told_at >= _STEP_EVENT_SECONDS:
                 self.told_at = time.monotonic()
@@ -246,14 +281,15 @@ class Training:
             )
             for decided in run.decisions():
                 self._row("decision", **{**_of(run), **decided})
-            run.close()
+            run.applied.remove()
 
     def _keep_ends(self, runs: list[MethodRun], folder: Path) -> None:
         """Save the states of runs that did not always send the same; rank 0 decides."""
         rows = [event["row"] for event in self.kept if event["event"] == "row"]
+        folder.mkdir(exist_ok=True)
         for run in runs:
-            if _of_rank_0(varies(evaluations_of(rows, run.name, run.seed))):
-                state.save_end(folder, run.name, self.rank, run.state())
+            if _of_rank_0(varies(rows, run.name, run.seed)):
+                torch.save(run.state(), state.end_of(folder, run.name, self.rank))
 
 
 def _of(run: MethodRun) -> dict[str, Any]:
