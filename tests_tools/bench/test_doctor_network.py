@@ -126,14 +126,14 @@ def test_what_is_measured_follows_from_options_and_environment() -> None:
     for numel in (1, 7, 8, 1000, 5_000_000):
         started = network.plan(ranks=2, numel=numel, environment={})
         assert started is not None
-        assert network.models.numel(started.config.shapes) == numel
+        assert network.models.numel(started.shapes) == numel
 
 
 @pytest.mark.multiprocess
 def test_rows_of_measured_steps_and_their_verdict() -> None:
     wanted = network.plan(ranks=2, numel=20_000, quick=True, environment={})
     assert wanted is not None
-    found = list(network.run(replace(wanted, config=replace(wanted.config, turns=3))))
+    found = list(network.run(replace(wanted, turns=3)))
     *steps, last = found
     assert [row["method"] for row in steps] == [FULL, HALF, OURS]
     for row in steps:

@@ -28,9 +28,9 @@ from typing import Any, ParamSpec
 import torch
 
 import gradwire
+from gradwire_tools.bench.rows import Row
 from gradwire_tools.sim import kernel_costs
 
-Row = dict[str, Any]
 P = ParamSpec("P")
 
 

@@ -21,11 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench.progress import Advance, watched
 from gradwire_tools.cli import tables
 from gradwire_tools.cli.options import unwritable, writable
 
 Row = dict[str, Any]
-Advance = Callable[[str, int, int], None]  # what is measured, how much is done, of how much
 
 _BETWEEN_LINES_S = 2.0
 
@@ -72,18 +72,16 @@ class Output:
         self.table(kept, columns)
         return kept
 
-    def measured(
-        self, measure: Callable[[Advance], Iterable[Row]], columns: list[str]
-    ) -> list[Row]:
-        """As `rows`, of rows that take long to make: `measure` is told how to report progress."""
-        kept = self.quiet(measure)
+    def measured(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
+        """As `rows`, of rows that take long to make: their progress is shown."""
+        kept = self.quiet(rows)
         self.table([row for row in kept if row.keys() & set(columns)], columns)
         return kept
 
-    def quiet(self, measure: Callable[[Advance], Iterable[Row]]) -> list[Row]:
+    def quiet(self, rows: Iterable[Row]) -> list[Row]:
         """As `measured`, without the table."""
-        with _progress(self.remarks) as advance:
-            return list(self.each(measure(advance)))
+        with _progress(self.remarks) as advance, watched(advance):
+            return list(self.each(rows))
 
     def table(self, rows: list[Row], columns: list[str]) -> None:
         """Print a table of `columns`, keys of the rows, for people."""
@@ -131,10 +129,10 @@ def measured(
     """Do what a command does whose rows `run` yields: write them, and print a table of `columns`.
 
     Args:
-        given, options: arguments of `run`, which is also given `advance`.
+        given, options: arguments of `run`.
     """
     with output(json_file) as out:
-        out.measured(lambda advance: run(*given, **options, advance=advance), columns)
+        out.measured(run(*given, **options), columns)
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from torch import nn
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import memory, tasks
 from gradwire_tools.bench.adapt.recording import MANIFEST, Recording
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import here
 from gradwire_tools.bench.tasks import Task
-from gradwire_tools.bench.workers import Advance, unseen
 
 Row = dict[str, Any]
 
@@ -55,7 +55,6 @@ def run(
     seed: int = 0,
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
-    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Record, and yield a row per point.
 
@@ -64,7 +63,6 @@ def run(
         at: steps at which recording begins, ascending; 0, 100, 400, or 0, 8 if `quick`.
         steps: consecutive steps at each; 8, or 4 if `quick`.
         quick: end within 45 seconds on two idle cores: a small model.
-        advance: called with every step.
 
     Raises:
         ConfigError: an unknown task, a number out of range, points that overlap, or a folder that
@@ -81,13 +79,13 @@ def run(
     found = Recording(Path(output), task, options, seed, ranks, points, steps, shapes, here())
     memory.check(f"--ranks {ranks}", 4 * found.numel * (2 * ranks + 6))
     _make_folder(found.folder, 4 * found.numel * ranks * steps * len(points))
-    yield from _points(found, made, model, advance)
+    yield from _points(found, made, model)
     found.write()
 
 
 @contextmanager
 def recordings(
-    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance
+    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool
 ) -> Iterator[list[Recording]]:
     """The recordings in these folders; if `quick` and there is none, a tiny one, made and deleted.
 
@@ -97,7 +95,7 @@ def recordings(
     with tempfile.TemporaryDirectory(prefix="gradwire-") as tiny:
         made = quick and not folders
         if made:
-            for _ in run(tiny, ranks=2, quick=True, advance=advance):
+            for _ in run(tiny, ranks=2, quick=True):
                 pass
         found = [Recording.read(Path(one)) for one in ([tiny] if made else folders)]
         for recording in found:
@@ -108,7 +106,7 @@ def recordings(
         yield found
 
 
-def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance) -> Iterator[Row]:
+def _points(recording: Recording, task: Task, model: nn.Module) -> Iterator[Row]:
     """Train to the end of the last point; a row per point."""
     optimizer = task.optimizer(model)
     model.train()
@@ -118,7 +116,7 @@ def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance
     for step in range(end):
         point = next((at for at in recording.at if at <= step < at + recording.steps), None)
         what = "training" if point is None else f"recording at {point}"
-        advance(f"{recording.task}, {what}", step, end)
+        progress(f"{recording.task}, {what}", step, end)
         ranks, loss = _gradients(recording, task, model, parameters, step)
         mean = torch.stack(ranks).mean(0)
         if not mean.isfinite().all():
@@ -152,7 +150,7 @@ def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance
                 "run": dict(recording.run),
             }
             told = []
-    advance(recording.task, end, end)
+    progress(recording.task, end, end)
 
 
 def _gradients(

@@ -27,6 +27,7 @@ from gradwire_tools.bench import workers
 from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network.transports import one_way, round_trips
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.sim import Curves, curves, kernel_costs
 from gradwire_tools.sim.calibrate import SEGMENTS, VALUES, engine
 from gradwire_tools.sim.curves import Curve
@@ -47,14 +48,12 @@ def measured(
     codecs: Iterable[Codec],
     threads: int = 1,
     fresh: bool = False,
-    advance: workers.Advance | None = None,
 ) -> Curves:
     """The curves of these codecs, and of Identity, on this machine.
 
     Args:
         threads: threads per kernel.
         fresh: ignore cached results.
-        advance: called before every codec that is measured.
 
     Raises:
         WorkerError: a rank that measures the engine failed.
@@ -65,14 +64,13 @@ def measured(
     def costs(of: Sequence[Codec]) -> dict[str, dict[str, Curve]]:
         found = {}
         for index, codec in enumerate(of):
-            if advance is not None:
-                advance(f"kernels of {name_of(codec)}", index, len(of))
+            progress(f"kernels of {name_of(codec)}", index, len(of))
             found[str(codec)] = kernel_costs.kernel_curves(codec, threads)
         return found
 
     if fresh or not file.exists():
         kernels = Curves(kernel_costs.processor(), threads, costs([Identity()]))
-        (overheads,) = workers.measured(partial(measure), World.here(2, "none"), _TIMEOUT_S)
+        (overheads,) = workers.measured(World.here(2, "none"), _TIMEOUT_S, measure)
         known = engine(kernels, overheads)
     else:
         known = curves.load(file)
@@ -89,7 +87,7 @@ def measured(
 # ---- one of the two ranks
 
 
-def measure(progress: workers.Advance) -> list[dict[str, float]]:
+def measure() -> list[dict[str, float]]:
     """One row: seconds (memory: bytes per second)."""
     torch.set_num_threads(1)
     transport = TorchP2P()

@@ -31,7 +31,8 @@ from gradwire import codecs as codec_table
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
-from gradwire_tools.bench import interleaved, memory, workers
+from gradwire_tools.bench import interleaved, memory, quantities
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train import methods
@@ -69,7 +70,6 @@ def run(
     threads: Sequence[int] | None = None,
     quick: bool = False,
     device: str = "cpu",
-    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every codec, target, number of threads and op.
 
@@ -82,7 +82,6 @@ def run(
             GPU always 1.
         quick: fewer repetitions.
         device: "cpu" or "cuda".
-        advance: is called before every codec, target and number of threads.
 
     Raises:
         ConfigError: an unknown codec, option, target or device; no compiler for target c; no GPU,
@@ -114,10 +113,9 @@ def run(
         for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2))
     ]
     for index, (codec, target, count) in enumerate(todo):
-        if advance is not None:
-            name = codec_table.name_of(codec)
-            at_once = "1 thread" if count == 1 else f"{count} threads"
-            advance(f"kernels of {name} on {target} with {at_once}", index, len(todo))
+        name = codec_table.name_of(codec)
+        at_once = quantities.plural(count, "thread")
+        progress(f"kernels of {name} on {target} with {at_once}", index, len(todo))
         size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
         yield from _rows(codec, target, size, count, quick, device)
 

@@ -25,10 +25,9 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
-from gradwire_tools.bench.paper.cells import Row, measured
+from gradwire_tools.bench.progress import cells, unwatched
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.bench.workers import Advance, unseen
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network, available
 from gradwire_tools.sim import Curves, Net, Scenario, predict
 from gradwire_tools.sim.curves import Software
@@ -80,14 +79,11 @@ def run(
     numel: int = NUMEL,
     runs: int = RUNS,
     fresh: bool = False,
-    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield a row for each number of ranks, network, codec and algorithm.
 
     With `fresh`, kernels are measured again before each number of ranks on each network, since the
     speed of a shared machine changes during the twenty minutes of a full run.
-
-    `advance` is called with every point.
 
     Raises:
         ConfigError: no lab on this machine.
@@ -105,7 +101,7 @@ def run(
 
     @cache
     def known(lab: tuple[Network, int]) -> Curves:
-        found = measuring.measured(chosen.values(), threads=1, fresh=fresh, advance=advance)
+        found = measuring.measured(chosen.values(), threads=1, fresh=fresh)
         return replace(found, link=on_shared_cores(found.link))
 
     def rows(lab: tuple[Network, int], text: str, algorithm: str) -> Iterator[Row]:
@@ -143,9 +139,9 @@ def run(
         }
 
     name = "{1} by {2}, {0[1]} ranks on {0[0]}"
-    yield from measured(name, rows, advance, labs, chosen, algorithms)
+    yield from cells(name, rows, labs, chosen, algorithms)
 
 
 def _measured(ranks: int, net: str, method: str, numel: int) -> Row:
-    (row,) = collectives.run(ranks, net, [method], numel=numel, quick=True)
+    (row,) = unwatched(collectives.run(ranks, net, [method], numel=numel, quick=True))
     return row
