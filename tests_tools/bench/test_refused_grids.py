@@ -11,7 +11,7 @@ import torch
 from bench_runs import refused, refused_by_command
 
 from gradwire_tools.bench.adapt import record
-from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.bench.paper import adapt
 
 RECORD = "record --output made --task gpt --ranks 2 --steps 2 --quick"

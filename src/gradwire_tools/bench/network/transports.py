@@ -92,23 +92,17 @@ def measure(sizes: Sequence[int], turns: int) -> list[Row]:
         share = torch.tensor(usual, dtype=torch.float32)
         dist.broadcast(share, 0)
         times = max(3, min(300, int(_TURN_S / float(share))))
-        latencies: dict[str, list[float]] = {name: [] for name in transports}
-        streams: dict[str, list[float]] = {name: [] for name in transports}
-        for turn in range(1 + turns):  # the first warms up
+        turns_of: dict[str, list[tuple[list[float], float]]] = {name: [] for name in transports}
+        for _ in range(1 + turns):
             for name, transport in transports.items():
                 trips = round_trips(transport, data, times, next(tags))
-                stream = one_way(transport, messages, next(tags))
-                if turn:
-                    latencies[name] += trips
-                    streams[name].append(stream)
-        for name in transports:
+                turns_of[name].append((trips, one_way(transport, messages, next(tags))))
+        for name, measured in turns_of.items():
+            latencies, streams = zip(*measured[1:], strict=True)  # the first warms up
+            latency = statistics.median(itertools.chain.from_iterable(latencies)) / 2
+            gbps = size * count / statistics.median(streams) / 1e9
             rows.append(
-                {
-                    "transport": name,
-                    "bytes": size,
-                    "latency_us": 1e6 * statistics.median(latencies[name]) / 2,
-                    "gbps": size * count / statistics.median(streams[name]) / 1e9,
-                }
+                {"transport": name, "bytes": size, "latency_us": 1e6 * latency, "gbps": gbps}
             )
     dist.barrier()
     for transport in transports.values():

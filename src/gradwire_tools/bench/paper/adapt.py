@@ -57,8 +57,7 @@ from gradwire.controllers import (
 from gradwire.controllers.error import METRICS, check_metric, global_l2, terms, total
 from gradwire.controllers.layer import plan_nbytes
 from gradwire.errors import ConfigError, use_one_of
-from gradwire_tools.bench.adapt.record import recordings
-from gradwire_tools.bench.adapt.recording import Named, Recording
+from gradwire_tools.bench.adapt.record import Named, Recording, recordings
 from gradwire_tools.bench.paper import adapt_whole
 from gradwire_tools.bench.paper.adapt_tables import recorded_layers, seeded_layers
 from gradwire_tools.bench.paper.adapt_whole import Allocation, Whole

@@ -41,8 +41,7 @@ from gradwire.errors import ConfigError
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules
 from gradwire_tools.bench.adapt.in_process import InProcessRanks
-from gradwire_tools.bench.adapt.record import recordings
-from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.adapt.record import Recording, recordings
 from gradwire_tools.bench.progress import cells
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import Row, row_kind

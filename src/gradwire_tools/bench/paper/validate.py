@@ -30,7 +30,6 @@ from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network, available
 from gradwire_tools.sim import Curves, Net, Scenario, predict
-from gradwire_tools.sim.curves import Software
 
 KINDS = (
     row_kind(
@@ -65,11 +64,6 @@ SWITCH_S = 0.36e-9
 MESSAGE_S = 0.1e-3
 
 
-def on_shared_cores(link: Software) -> Software:
-    """The costs of messages in the lab, whose nodes and switch share this machine's cores."""
-    return replace(link, stack=link.stack + SWITCH_S, message=link.message + MESSAGE_S)
-
-
 @stamped
 def run(
     ranks: Sequence[int] = RANKS,
@@ -102,7 +96,8 @@ def run(
     @cache
     def known(lab: tuple[Network, int]) -> Curves:
         found = measuring.measured(chosen.values(), threads=1, fresh=fresh)
-        return replace(found, link=on_shared_cores(found.link))
+        stack, message = found.link.stack + SWITCH_S, found.link.message + MESSAGE_S
+        return replace(found, link=replace(found.link, stack=stack, message=message))
 
     def rows(lab: tuple[Network, int], text: str, algorithm: str) -> Iterator[Row]:
         network, count = lab
@@ -117,11 +112,10 @@ def run(
             barrier=True,
         )
         model = predict(scenario, known(lab))
-        of = count, net, f"{method}:algorithm={algorithm}", numel
-        found = [_measured(*of)]
-        least = found[0]["seconds"]
+        found: list[Row] = []
+        least = float("inf")
         while len(found) < runs and least > _SLOW * model["seconds"]:
-            found.append(_measured(*of))
+            found.append(_measured(count, net, f"{method}:algorithm={algorithm}", numel))
             least = min(least, found[-1]["seconds"])
         assert all(row["wire_bytes"] == model["wire_bytes"] for row in found), (found, model)
         yield {
