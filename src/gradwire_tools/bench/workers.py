@@ -12,7 +12,6 @@ A rank that fails ends the run with its own last lines, and an interrupt ends al
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import sys
@@ -30,6 +29,7 @@ from gradwire_tools import lab
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.progress import progress, watched
 from gradwire_tools.bench.rows import Row
+from gradwire_tools.bench.rows import finite as finite
 from gradwire_tools.bench.train import scheduled
 
 T = TypeVar("T")
@@ -53,12 +53,6 @@ class Events:
         """Append one event, at once."""
         self._stream.write(json.dumps({"event": event, **finite(fields)}) + "\n")
         self._stream.flush()
-
-
-def finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an event, None in place of a number that JSON lacks."""
-    lacking = {k: None for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {**fields, **lacking}
 
 
 def configured(kind: type[T], arguments: list[str]) -> tuple[T, Events]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from rich.table import Column
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench.progress import Advance, watched
+from gradwire_tools.bench.rows import finite
 from gradwire_tools.cli import tables
 from gradwire_tools.cli.options import unwritable, writable
 
@@ -57,7 +57,7 @@ class Output:
             if self._file is not None and self._stream is None:
                 self._stream = self._file.open("w")  # now: a failed command keeps the old file
             if self._stream is not None:
-                self._stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+                self._stream.write(json.dumps(finite(row), allow_nan=False) + "\n")
                 self._stream.flush()
 
     def each(self, rows: Iterable[Row]) -> Iterator[Row]:
@@ -167,13 +167,3 @@ def _lines(console: Console) -> Advance:
             console.print(f"{what}: {done} of {total}", highlight=False, soft_wrap=True)
 
     return advance
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value

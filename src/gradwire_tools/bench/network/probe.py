@@ -15,7 +15,6 @@ hosts of the ranks and the network; curves as `gradwire sim` keeps them.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
@@ -35,7 +34,7 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.progress import progress
-from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.provenance import now, stamped
 from gradwire_tools.bench.rows import Row, row_kind
 
 _PROBED = "ranks:positive net:text cached:flag"
@@ -127,7 +126,7 @@ def run(wanted: ProbePlan) -> Iterator[Row]:
     file = cache_file([socket.gethostname()] * world.count, str(world.network))
     # Nothing here tells by which cards and network torchrun's ranks are joined.
     known = None if wanted.fresh or world.joins else kept(file)
-    found = known or {"rows": wanted.measured(), "measured": _now()}
+    found = known or {"rows": wanted.measured(), "measured": now()}
     if known is None and not world.joins:
         write_whole(file, json.dumps(found))
     where = {**world.keys, "cached": known is not None}
@@ -190,7 +189,3 @@ def kept(file: Path) -> Row | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None  # it is measured again
     return found if whole else None
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
