@@ -19,7 +19,7 @@ from gradwire.controllers.error import METRICS
 from gradwire.controllers.layer import plan_error
 from gradwire.controllers.losses import losses
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.adapt.recording import Named
+from gradwire_tools.bench.adapt.record import Named
 from gradwire_tools.bench.paper import adapt, adapt_whole
 from gradwire_tools.bench.paper.adapt_tables import recorded_layers, seeded_layers
 from gradwire_tools.bench.paper.adapt_whole import ADACOMP, GLOBAL_TOPK, NAMES, THRESHOLD, Whole

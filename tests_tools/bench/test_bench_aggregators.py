@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
-from bench_runs import refused
 
 from gradwire.aggregators import PowerSGD, registry
 from gradwire_tools.bench import tasks
@@ -76,17 +75,3 @@ def test_every_aggregator_is_measured_by_default() -> None:
     assert PowerSGD(4).orthogonal != "qr"
     for name in chosen:
         methods.parse(name).check()
-
-
-def test_mistakes_are_named() -> None:
-    names = ("torch-powersgd:rank=0", "torch-powersgd:rank=x", "torch-powersgd:warm=1", "magic")
-    thc = "thc:bits=2:code=2:saturate=false"
-    refused(
-        lambda given: list(aggregators.run(**given)),
-        [
-            *(({"methods": [name]}, name) for name in names),
-            ({"ranks": 1}, "one rank sends nothing"),
-            ({"task": "chess"}, "chess"),
-            ({"methods": [thc], "quick": True}, f"'{thc}' on 2 ranks"),
-        ],
-    )

@@ -15,7 +15,7 @@ from gradwire.aggregators import ErrorFeedback, registry
 from gradwire.codecs import QSGD, HardThreshold, RandomK, TopK
 from gradwire.collectives import Options
 from gradwire_tools.bench.adapt.in_process import InProcessRanks, bits_of
-from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.bench.paper import error
 from products import one_in
 

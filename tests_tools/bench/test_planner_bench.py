@@ -11,6 +11,7 @@ from gradwire.codecs import QSGD
 from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
+from gradwire_tools.bench.network.network import MeasuredStep
 from gradwire_tools.bench.paper import ablation, planner_grid
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
@@ -124,15 +125,15 @@ def test_the_parts_of_the_ablation_in_the_simulator() -> None:
 def test_parts_of_the_same_setting_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def measured(_: str, config: Any, *__: Any) -> list[dict[str, Any]]:
-        asked.extend(config.methods)
+    def measured(step: MeasuredStep) -> list[dict[str, Any]]:
+        asked.extend(step.methods)
         return [
             {"method": name, "steps": [0.5 + n], "computing": [0.25]}
-            for n, name in enumerate(config.methods)
+            for n, name in enumerate(step.methods)
         ]
 
     monkeypatch.setattr(ablation, "fitted_to_lab", lambda known, *_: known)
-    monkeypatch.setattr(ablation.workers, "rows", measured)
+    monkeypatch.setattr(MeasuredStep, "measured", measured)
     found = list(ablation.run(ranks=2, net="none", model="512x512", lab=True))
     rows = [row for row in found if row["where"] == "lab"]
     assert len(rows) == 6

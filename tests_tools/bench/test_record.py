@@ -14,7 +14,7 @@ import torch
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import tasks
 from gradwire_tools.bench.adapt import record
-from gradwire_tools.bench.adapt.recording import MANIFEST, Recording
+from gradwire_tools.bench.adapt.record import MANIFEST, Recording
 from products import exhaustive
 
 Made = tuple[Path, list[dict[str, Any]]]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from command_line import run
 from gradwire import __version__
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.train import run as training
 from gradwire_tools.bench.workers import WorkerError
 from gradwire_tools.cli import output as output_module
@@ -105,15 +107,15 @@ def test_progress_without_a_terminal_is_a_line_at_once_and_every_two_seconds(
     now = 100.0
     monkeypatch.setattr(output_module, "time", SimpleNamespace(monotonic=lambda: now))
 
-    def measure(advance: Any) -> list[dict[str, Any]]:
+    def rows() -> Iterator[dict[str, Any]]:
         nonlocal now
         for index, codec in enumerate(["fp16", "qsgd", "topk", "dgc"]):
-            advance(f"kernels of {codec}", index, 4)
+            progress(f"kernels of {codec}", index, 4)
             now += 1.0
-        return [{"a": 1}]
+        yield {"a": 1}
 
     with output("-") as out:
-        out.measured(measure, ["a"])
+        out.measured(rows(), ["a"])
     printed = capsys.readouterr()
     assert printed.out == '{"a": 1}\n'
     lines = [line for line in printed.err.splitlines() if " of " in line]
@@ -124,16 +126,16 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
 
-    def measure(advance: Any) -> list[dict[str, Any]]:
-        advance("turns", 0, 2)
-        advance("turns", 1, 2)
-        return [{"a": 1}]
+    def rows() -> Iterator[dict[str, Any]]:
+        progress("turns", 0, 2)
+        progress("turns", 1, 2)
+        yield {"a": 1}
 
     with open(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         reading = read_in_a_thread(ours)
         with output("-") as out:
-            out.measured(measure, ["a"])
+            out.measured(rows(), ["a"])
     shown = reading()
     assert "━".encode() in shown
     assert b": 0 of " not in shown

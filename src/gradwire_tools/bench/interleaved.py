@@ -18,7 +18,7 @@ LEAD = 20_000_000  # cycles, some 10 ms, in which the host queues a turn's launc
 
 
 def medians(
-    functions: Sequence[Callable[[], None]], threads: int, target: str, quick: bool
+    functions: Sequence[Callable[[], object]], threads: int, target: str, quick: bool
 ) -> list[float]:
     """Median seconds per function: on `threads` threads, or for target "triton" on the stream."""
     if target == "triton":
@@ -39,7 +39,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _on_threads(functions: Sequence[Callable[[], None]], target: str, quick: bool) -> list[float]:
+def _on_threads(functions: Sequence[Callable[[], object]], target: str, quick: bool) -> list[float]:
     fewest, most = QUICK_TURNS[target] if quick else TURNS[target]
     budget = len(functions) * SECONDS_EACH[target] / (20 if quick else 1)
     for function in functions:  # warm up: page faults, compilation
@@ -56,7 +56,7 @@ def _on_threads(functions: Sequence[Callable[[], None]], target: str, quick: boo
     return [statistics.median(seconds) for seconds in times]
 
 
-def _on_stream(functions: Sequence[Callable[[], None]], turns: int) -> list[float]:
+def _on_stream(functions: Sequence[Callable[[], object]], turns: int) -> list[float]:
     """Seconds on the stream, which waits for no launch: a busy host would be measured else."""
     for _ in range(3):  # warm up: compilation, GPU clocks
         for function in functions:

@@ -6,11 +6,9 @@ With `--patience` every run ends by itself: the number of steps differs from see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from gradwire_tools.bench.quantities import plural
-
-Row = dict[str, Any]
+from gradwire_tools.bench.rows import Row
 
 
 def per_step(row: Row, key: str) -> float | None:

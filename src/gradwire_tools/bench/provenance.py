@@ -28,9 +28,9 @@ from typing import Any, ParamSpec
 import torch
 
 import gradwire
+from gradwire_tools.bench.rows import Row
 from gradwire_tools.sim import kernel_costs
 
-Row = dict[str, Any]
 P = ParamSpec("P")
 
 
@@ -56,8 +56,13 @@ def here() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load": _load(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
     }
+
+
+def now() -> str:
+    """The date and the time, UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ that what draws it meets no other values.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,17 @@ def check(row: Row, kind: RowKind | None, where: str) -> None:
         if key not in row or not value.allows(row[key]):
             found = f"{key!r} is {json.dumps(row[key])[:60]}" if key in row else f"no {key!r}"
             raise ConfigError(f"{where}{whose}: {found}, where {value.words} is needed")
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold of a row: null in place of numbers that it lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return value
 
 
 def _values(told: str) -> dict[str, Value]:

@@ -1,7 +1,7 @@
 """Starts a benchmark's ranks, and reads what rank 0 reports while they run.
 
-A benchmark is a function that all ranks call in torch's default group: it is given `progress`, and
-returns rows, of which those of rank 0 count (`measured`). `bench train` has a worker of its own, a
+A benchmark is a function that all ranks call in torch's default group: it returns rows, of which
+those of rank 0 count, as does its progress (`measured`). `bench train` has a worker of its own, a
 module that is started as `python -m WORKER CONFIG EVENTS`: the file with its configuration, and the
 file to which rank 0 appends events, one JSON object per line, each with an `event`. An event
 `network` changes the lab's network to its `net`, which the parent then writes to a file beside the
@@ -13,7 +13,6 @@ A rank that fails ends the run with its own last lines, and an interrupt ends al
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import sys
@@ -24,24 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import torch.distributed as dist
+
 from gradwire.errors import GradwireError
 from gradwire.planner.whole import write_whole
 from gradwire_tools import lab
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress, watched
+from gradwire_tools.bench.rows import Row
+from gradwire_tools.bench.rows import finite as finite
 from gradwire_tools.lab import Network
 
-Row = dict[str, Any]
-Advance = Callable[[str, int, int], None]  # what is measured, how much is done, of how much
 T = TypeVar("T")
 
 ANSWER = "network"  # a file beside the events: the network as it is now
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: their ends are reported too
 _LAST_LINES = 15
-
-
-def unseen(what: str, done: int, total: int) -> None:
-    """The `Advance` of what nobody watches."""
 
 
 class WorkerError(GradwireError):
@@ -59,16 +57,6 @@ class Events:
         self._stream.write(json.dumps({"event": event, **finite(fields)}) + "\n")
         self._stream.flush()
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Append an event `progress`."""
-        self.write("progress", what=what, done=done, total=total)
-
-
-def finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an event, None in place of a number that JSON lacks."""
-    lacking = {k: None for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {**fields, **lacking}
-
 
 def configured(kind: type[T], arguments: list[str]) -> tuple[T, Events]:
     """In a worker: its configuration, and its events, which only rank 0 writes."""
@@ -85,28 +73,26 @@ def change(emulated: lab.Lab, net: str, events_file: Path) -> None:
 
 
 def measured(
-    measure: partial[list[Row]], world: World, timeout: float, advance: Advance | None = None
+    world: World, timeout: float, measure: Callable[..., list[Row]], *given: Any
 ) -> list[Row]:
     """The rows that all ranks measure: ranks that are started here, or torchrun's, of which this
     process is one.
 
     Args:
-        measure: of a module's function, with all its arguments but the last, `progress`.
         timeout: seconds for ranks that are started here.
-        advance: is called as the ranks make progress.
+        measure: a module's function, which every rank calls with what is `given`.
 
     Raises:
         WorkerError: a rank failed, or `timeout` has passed.
         TransportError: torchrun's ranks cannot be joined.
     """
-    progress = advance or unseen
     if world.joins:
         with world.joined():
-            return measure(progress)
+            return measure(*given)
     found: list[Row] = []
     remark = partial(print, file=sys.stderr, flush=True)
     where = world.nodes, world.network, timeout, remark, world.per_node
-    for event in events("gradwire_tools.bench.rank", measure, *where, remarks=True):
+    for event in events(__name__, partial(measure, *given), *where, remarks=True):
         if event["event"] == "rows":
             found = event["rows"]
         else:
@@ -114,17 +100,18 @@ def measured(
     return found
 
 
-def rows(
-    worker: str,
-    config: Any,
-    ranks: int,
-    network: lab.Network,
-    timeout: float,
-    advance: Advance | None = None,
-) -> list[Row]:
-    """As `measured`, of ranks here that call `measure` of the module of the configuration."""
-    measure = partial(sys.modules[type(config).__module__].measure, config)
-    return measured(measure, World(ranks, network), timeout, advance)
+def main(arguments: list[str]) -> None:
+    """One rank: measure in a default group, and on rank 0 report."""
+    measure, events = configured(partial, arguments)
+    dist.init_process_group("gloo")
+    with watched(partial(_report_progress, events)):
+        events.write("rows", rows=measure())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report_progress(events: Events, what: str, done: int, total: int) -> None:
+    events.write("progress", what=what, done=done, total=total)
 
 
 def events(
@@ -208,3 +195,7 @@ def _report(first: int, processes: list[lab.NodeProcess], logs: list[Path]) -> s
 def _last_lines(rank: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join(f"[rank {rank}] {line}" for line in lines or ["(it wrote nothing)"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -48,14 +48,14 @@ def doctor(
 
     wanted = network.plan(ranks, net, numel, model, compute, quick)
     if wanted is not None and wanted.world.joins and os.environ["RANK"] != "0":
-        network.join(wanted)  # rank 0 has the rows
+        wanted.measured()  # rank 0 has the rows
         return
     with output(json_file) as out:
         if wanted is None:
             out.rows(examine(), ["part", "available", "detail"])
             return
-        out.quiet(lambda advance: examine())
-        *steps, verdict = out.quiet(lambda advance: network.run(wanted, advance))
+        out.quiet(examine())
+        *steps, verdict = out.quiet(network.run(wanted))
         out.say(verdict["detail"])
         columns = ["method", "step_seconds", "compute_seconds", "communication_seconds"]
         out.table(steps, [*columns, "exposed_seconds"])
@@ -118,6 +118,7 @@ def codec_build(
     """
     from gradwire import wheel
     from gradwire.lang import build, jit, prebuilt
+    from gradwire_tools.bench.progress import progress
 
     with output(json_file) as out:
         try:
@@ -125,7 +126,7 @@ def codec_build(
             units = wheel.units(names("--codec", codec_name))
             place = folder or prebuilt.folder()
             out.measured(
-                lambda advance: build.build(units, levels, place, jobs, advance),
+                build.build(units, levels, place, jobs, progress),
                 ["isa", "kernels", "seconds", "bytes", "file"],
             )
         except (jit.CompileError, OSError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench.progress import Advance, watched
+from gradwire_tools.bench.rows import finite
 from gradwire_tools.cli import tables
 from gradwire_tools.cli.options import unwritable, writable
 
 Row = dict[str, Any]
-Advance = Callable[[str, int, int], None]  # what is measured, how much is done, of how much
 
 _BETWEEN_LINES_S = 2.0
 
@@ -57,7 +57,7 @@ class Output:
             if self._file is not None and self._stream is None:
                 self._stream = self._file.open("w")  # now: a failed command keeps the old file
             if self._stream is not None:
-                self._stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+                self._stream.write(json.dumps(finite(row), allow_nan=False) + "\n")
                 self._stream.flush()
 
     def each(self, rows: Iterable[Row]) -> Iterator[Row]:
@@ -72,18 +72,16 @@ class Output:
         self.table(kept, columns)
         return kept
 
-    def measured(
-        self, measure: Callable[[Advance], Iterable[Row]], columns: list[str]
-    ) -> list[Row]:
-        """As `rows`, of rows that take long to make: `measure` is told how to report progress."""
-        kept = self.quiet(measure)
+    def measured(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
+        """As `rows`, of rows that take long to make: their progress is shown."""
+        kept = self.quiet(rows)
         self.table([row for row in kept if row.keys() & set(columns)], columns)
         return kept
 
-    def quiet(self, measure: Callable[[Advance], Iterable[Row]]) -> list[Row]:
+    def quiet(self, rows: Iterable[Row]) -> list[Row]:
         """As `measured`, without the table."""
-        with _progress(self.remarks) as advance:
-            return list(self.each(measure(advance)))
+        with _progress(self.remarks) as advance, watched(advance):
+            return list(self.each(rows))
 
     def table(self, rows: list[Row], columns: list[str]) -> None:
         """Print a table of `columns`, keys of the rows, for people."""
@@ -131,10 +129,10 @@ def measured(
     """Do what a command does whose rows `run` yields: write them, and print a table of `columns`.
 
     Args:
-        given, options: arguments of `run`, which is also given `advance`.
+        given, options: arguments of `run`.
     """
     with output(json_file) as out:
-        out.measured(lambda advance: run(*given, **options, advance=advance), columns)
+        out.measured(run(*given, **options), columns)
 
 
 @contextmanager
@@ -169,13 +167,3 @@ def _lines(console: Console) -> Advance:
             console.print(f"{what}: {done} of {total}", highlight=False, soft_wrap=True)
 
     return advance
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value

@@ -57,7 +57,7 @@ def decide(
         backward, threads, curves, fresh, given,
     )  # fmt: skip
     with output(json_file) as out:
-        rows = out.quiet(lambda advance: planning.run(*wanted, advance))
+        rows = out.quiet(planning.run(*wanted))
         layers = [row for row in rows if row["part"] == "layer"]
         columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
         out.table(layers, [*columns, "compress", "partitions"])

@@ -69,7 +69,7 @@ def sim(
             points = validation.QUICK if quick else {}
             columns = ["ranks", "net", "method", "algorithm", "measured_seconds"]
             out.measured(
-                lambda advance: validation.run(**points, fresh=fresh, advance=advance),
+                validation.run(**points, fresh=fresh),
                 [*columns, "simulated_seconds", "error"],
             )
             return
@@ -95,6 +95,6 @@ def sim(
             codecs = names("--codec", codec_name) or ["qsgd"]
             wanted = simulate.WantedCollectives(codecs=codecs, **common)
             columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
-        rows = out.measured(lambda advance: simulate.run(wanted, advance), [*swept, *columns])
+        rows = out.measured(simulate.run(wanted), [*swept, *columns])
         if draw is not None:
             draw(rows)

@@ -32,10 +32,10 @@ def probe(
     chosen = names("--codec", codec_name) or probing.CODECS
     wanted = probing.plan(ranks, net, chosen, seconds, fresh)
     if wanted.world.joins and os.environ["RANK"] != "0":
-        probing.join(wanted)  # rank 0 has the rows
+        wanted.measured()  # rank 0 has the rows
         return
     with output(json_file) as out:
-        rows = out.measured(lambda advance: probing.run(wanted, advance), [])
+        rows = out.measured(probing.run(wanted), [])
         tables = {
             "pair": ["from", "to", "alpha", "beta", "bandwidth"],
             "send": ["bytes", "seconds"],

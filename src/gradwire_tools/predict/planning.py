@@ -22,7 +22,6 @@ from typing import Any
 from gradwire import codecs as codec_table
 from gradwire.planner.choice import FULL, HALF, Situation, choose, name
 from gradwire.planner.selective import decisions
-from gradwire_tools.bench import workers
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
@@ -42,7 +41,6 @@ def run(
     file: Path | None = None,
     fresh: bool = False,
     shapes: models.Shapes | None = None,
-    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows.
 
@@ -51,7 +49,6 @@ def run(
         codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
         threads, file, fresh: as of gradwire_tools.predict.simulate.WantedCollectives.
         shapes: of the parameters, if `model` is only a name for them.
-        advance: called before every codec whose kernels are measured.
 
     Raises:
         ConfigError: an unknown name or a number out of range; it is raised before anything is
@@ -65,7 +62,7 @@ def run(
         math.inf if cores is None else cores, backward,
     )  # fmt: skip
     needed = [FULL, HALF, *chosen]
-    known = simulate.known_curves(needed, threads, file, fresh, advance)
+    known = simulate.known_curves(needed, threads, file, fresh)
     where = replace(where, curves=known)
     choice = choose(where, chosen)
     context = {"model": model, "ranks": ranks, "net": net}

@@ -18,7 +18,6 @@ from gradwire import codecs as codec_table
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire_tools.bench import workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.micro.kernels import check_threads
 from gradwire_tools.bench.provenance import stamped
@@ -134,10 +133,8 @@ class WantedCollectives(WantedStep):
 
 
 @stamped
-def run(wanted: WantedStep, advance: workers.Advance | None = None) -> Iterator[Row]:
+def run(wanted: WantedStep) -> Iterator[Row]:
     """Yield a row for each point of the sweep, algorithm, and codec or method.
-
-    `advance` is called before every codec whose kernels are measured.
 
     Raises:
         ConfigError: as `WantedStep.cases`; it is raised before anything is measured.
@@ -146,7 +143,7 @@ def run(wanted: WantedStep, advance: workers.Advance | None = None) -> Iterator[
         (case, point) for point in sim_sweep.points(wanted.sweep) for case in wanted.cases(point)
     ]
     needed = [codec for (_, codecs, _), _ in cases for codec in codecs]
-    known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
+    known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh)
     for (row, _, predicted), point in cases:
         yield {**row, **predicted(known), "machine": known.machine, **point.keys}
 
@@ -156,7 +153,6 @@ def known_curves(
     threads: int,
     file: Path | None,
     fresh: bool,
-    advance: workers.Advance | None,
 ) -> Curves:
     """The curves of these codecs; arguments as the fields of `WantedStep`.
 
@@ -165,7 +161,7 @@ def known_curves(
     """
     check_threads(threads)
     if file is None:
-        return measuring.measured(needed, threads, fresh, advance)
+        return measuring.measured(needed, threads, fresh)
     if fresh or not file.exists():
-        measuring.measured(needed, threads, fresh, advance).save(file)
+        measuring.measured(needed, threads, fresh).save(file)
     return curves.load(file)

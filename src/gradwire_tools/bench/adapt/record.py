@@ -11,31 +11,43 @@ gradients are those of uncompressed data-parallel training.
 A row per point: task, at, steps, ranks, numel, loss (mean over ranks and recorded steps),
 gradient_norm (L2 norm of the average, mean over recorded steps), nbytes (of its files), seconds
 (since the start), output (the folder).
+
+The folder:
+
+    manifest.json          what was recorded, and the provenance of it
+    at-00100-step-0.npy    fp32 [ranks, numel]: all ranks' gradients in one step
+
+A rank's row has all parameters, one after the other, in the order of the manifest. The manifest is
+written last, so a folder with one is complete.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import memory, tasks
-from gradwire_tools.bench.adapt.recording import MANIFEST, Recording
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import here
+from gradwire_tools.bench.rows import Row
 from gradwire_tools.bench.tasks import Task
-from gradwire_tools.bench.workers import Advance, unseen
 
-Row = dict[str, Any]
-
+MANIFEST = "manifest.json"
+VERSION = 1
 AT = (0, 100, 400)
 QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 64, "heads": 4},
@@ -44,6 +56,8 @@ QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "image-resnet50": {"channels": 8, "images": 8},
 }
 _FREE = 1 << 28  # bytes that recording leaves on the disk
+
+Named = list[tuple[str, torch.Tensor]]
 
 
 def run(
@@ -55,7 +69,6 @@ def run(
     seed: int = 0,
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
-    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Record, and yield a row per point.
 
@@ -64,7 +77,6 @@ def run(
         at: steps at which recording begins, ascending; 0, 100, 400, or 0, 8 if `quick`.
         steps: consecutive steps at each; 8, or 4 if `quick`.
         quick: end within 45 seconds on two idle cores: a small model.
-        advance: called with every step.
 
     Raises:
         ConfigError: an unknown task, a number out of range, points that overlap, or a folder that
@@ -81,13 +93,13 @@ def run(
     found = Recording(Path(output), task, options, seed, ranks, points, steps, shapes, here())
     memory.check(f"--ranks {ranks}", 4 * found.numel * (2 * ranks + 6))
     _make_folder(found.folder, 4 * found.numel * ranks * steps * len(points))
-    yield from _points(found, made, model, advance)
+    yield from _points(found, made, model)
     found.write()
 
 
 @contextmanager
 def recordings(
-    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance
+    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool
 ) -> Iterator[list[Recording]]:
     """The recordings in these folders; if `quick` and there is none, a tiny one, made and deleted.
 
@@ -97,7 +109,7 @@ def recordings(
     with tempfile.TemporaryDirectory(prefix="gradwire-") as tiny:
         made = quick and not folders
         if made:
-            for _ in run(tiny, ranks=2, quick=True, advance=advance):
+            for _ in run(tiny, ranks=2, quick=True):
                 pass
         found = [Recording.read(Path(one)) for one in ([tiny] if made else folders)]
         for recording in found:
@@ -108,7 +120,7 @@ def recordings(
         yield found
 
 
-def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance) -> Iterator[Row]:
+def _points(recording: Recording, task: Task, model: nn.Module) -> Iterator[Row]:
     """Train to the end of the last point; a row per point."""
     optimizer = task.optimizer(model)
     model.train()
@@ -118,7 +130,7 @@ def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance
     for step in range(end):
         point = next((at for at in recording.at if at <= step < at + recording.steps), None)
         what = "training" if point is None else f"recording at {point}"
-        advance(f"{recording.task}, {what}", step, end)
+        progress(f"{recording.task}, {what}", step, end)
         ranks, loss = _gradients(recording, task, model, parameters, step)
         mean = torch.stack(ranks).mean(0)
         if not mean.isfinite().all():
@@ -152,7 +164,7 @@ def _points(recording: Recording, task: Task, model: nn.Module, advance: Advance
                 "run": dict(recording.run),
             }
             told = []
-    advance(recording.task, end, end)
+    progress(recording.task, end, end)
 
 
 def _gradients(
@@ -216,3 +228,131 @@ def _make_folder(folder: Path, nbytes: int) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A folder, and the contents of its manifest.
+
+    Attributes:
+        task, task_options, seed: what was trained.
+        ranks: whose gradients are recorded.
+        at: the points: the step of each at which recording begins.
+        steps: consecutive steps recorded at each point.
+        parameters: (name, shape) of each, in order.
+        run: provenance; see `bench.provenance`.
+    """
+
+    folder: Path
+    task: str
+    task_options: Mapping[str, Any]
+    seed: int
+    ranks: int
+    at: tuple[int, ...]
+    steps: int
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    run: Mapping[str, Any]
+
+    @property
+    def numel(self) -> int:
+        """Values of one rank's gradient."""
+        return sum(math.prod(shape) for _, shape in self.parameters)
+
+    def file(self, at: int, step: int) -> Path:
+        return self.folder / f"at-{at:05d}-step-{step}.npy"
+
+    def save(self, at: int, step: int, ranks: Sequence[torch.Tensor]) -> None:
+        """Write one step: a vector per rank.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        file = self.file(at, step)
+        try:
+            np.save(file, np.stack([values.numpy() for values in ranks]))
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written ({error.strerror})") from error
+
+    def write(self) -> None:
+        """Write the manifest."""
+        fields = {"version": VERSION, **asdict(self)}
+        del fields["folder"]
+        (self.folder / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Recording:
+        """The recording in a folder, whose files are there with the right shapes.
+
+        Raises:
+            ConfigError: there is no manifest, it is not one of this version, or a file is missing,
+                truncated, or of another shape.
+        """
+        file = folder / MANIFEST
+        try:
+            fields = json.loads(file.read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} has no recorded gradients: {file} cannot be read ({error.strerror}); "
+                "make them with: gradwire bench record"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{file} is not JSON ({error}): record anew") from error
+        try:
+            if fields.pop("version") != VERSION:
+                raise ValueError(f"its version is not {VERSION}")
+            given = [(str(name), tuple(map(int, of))) for name, of in fields.pop("parameters")]
+            at = tuple(map(int, fields.pop("at")))
+            made = cls(folder, at=at, parameters=tuple(given), **fields)
+            if made.ranks < 1 or made.steps < 1 or not at or not given:
+                raise ValueError("it has no ranks, steps, points or parameters")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{file} is not a manifest of recorded gradients ({error!r}): record anew"
+            ) from error
+        for point in made.at:
+            for step in range(made.steps):
+                made._open(point, step)
+        return made
+
+    def gradients(self, at: int, step: int) -> list[list[torch.Tensor]]:
+        """The gradients of every rank in one step, per parameter, in their shapes; copies.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        values = torch.from_numpy(np.array(self._open(at, step)))
+        shapes = [shape for _, shape in self.parameters]
+        lengths = [math.prod(shape) for shape in shapes]
+        return [
+            [part.view(shape) for part, shape in zip(row.split(lengths), shapes, strict=True)]
+            for row in values
+        ]
+
+    def averages(self, at: int) -> Named:
+        """The mean over ranks and steps of a point's gradients, by parameter."""
+        sums = [torch.zeros(shape, dtype=torch.float64) for _, shape in self.parameters]
+        for step in range(self.steps):
+            for of_rank in self.gradients(at, step):
+                for total, gradient in zip(sums, of_rank, strict=True):
+                    total += gradient
+        count = self.steps * self.ranks
+        names = [name for name, _ in self.parameters]
+        return [(name, (total / count).float()) for name, total in zip(names, sums, strict=True)]
+
+    def _open(self, at: int, step: int) -> np.ndarray:
+        file = self.file(at, step)
+        try:
+            found: np.ndarray = np.load(file, mmap_mode="r")
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be read ({error.strerror or error}): record anew"
+            ) from error
+        except (ValueError, EOFError) as error:
+            raise ConfigError(f"{file} is truncated or no array ({error}): record anew") from error
+        wanted = (self.ranks, self.numel)
+        if found.shape != wanted or found.dtype != np.float32:
+            raise ConfigError(
+                f"{file} has {found.dtype} values of shape {found.shape}; the manifest says "
+                f"float32 of shape {wanted} (ranks, values): record anew"
+            )
+        return found

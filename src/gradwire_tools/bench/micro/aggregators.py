@@ -25,7 +25,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +37,9 @@ from gradwire.lang import lowrank
 from gradwire_tools.bench import tasks, workers
 from gradwire_tools.bench.given import Weights, as_hook
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods as method_table
 
 KINDS = (
@@ -70,8 +70,7 @@ def run(
     task: str = "gpt",
     ranks: int = 2,
     quick: bool = False,
-    advance: workers.Advance | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield a row per method.
 
     Args:
@@ -79,7 +78,6 @@ def run(
         task: whose gradients: "gpt" or "image".
         ranks: number of ranks.
         quick: fewer ranks of matrices and turns.
-        advance: is called with every turn.
 
     Raises:
         ConfigError: an unknown task, method or option, or a number out of range.
@@ -90,8 +88,7 @@ def run(
     world = World.here(ranks, "none")
     for name in names:
         method_table.parse(name).check(ranks, tasks.shapes(trained))
-    measuring = partial(measure, names, task, 3 if quick else 25)
-    for row in workers.measured(measuring, world, _TIMEOUT_S, advance):
+    for row in workers.measured(world, _TIMEOUT_S, measure, names, task, 3 if quick else 25):
         yield {**row, "ranks": ranks}
 
 
@@ -170,7 +167,7 @@ class _Measured:
         if counts:
             self.spent.append((mean / dist.get_world_size()).tolist())
 
-    def row(self, idle: _Measured, copying: float, task: str) -> dict[str, Any]:
+    def row(self, idle: _Measured, copying: float, task: str) -> Row:
         cpu, wall, orthogonal = map(statistics.median, zip(*self.spent, strict=True))
         seconds = cpu - statistics.median(of[0] for of in idle.spent)
         numel = sum(p.numel() for p in self.model.parameters())
@@ -221,9 +218,7 @@ def gradients_of(task: str, rank: int) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def measure(
-    methods: Sequence[str], task: str, turns: int, progress: workers.Advance
-) -> list[dict[str, Any]]:
+def measure(methods: Sequence[str], task: str, turns: int) -> list[Row]:
     """A row for each method; all take turns."""
     torch.set_num_threads(1)
     clock, gradients = _Clock(), gradients_of(task, dist.get_rank())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,10 +23,10 @@ from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.engine.message import Envelope, check, seal
 from gradwire.lang import Codec
 from gradwire.transport import TorchP2P
-from gradwire_tools.bench import workers
-from gradwire_tools.bench.interleaved import slowest
+from gradwire_tools.bench import interleaved, workers
 from gradwire_tools.bench.network.transports import one_way, round_trips
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.sim import Curves, curves, kernel_costs
 from gradwire_tools.sim.calibrate import SEGMENTS, VALUES, engine
 from gradwire_tools.sim.curves import Curve
@@ -47,14 +47,12 @@ def measured(
     codecs: Iterable[Codec],
     threads: int = 1,
     fresh: bool = False,
-    advance: workers.Advance | None = None,
 ) -> Curves:
     """The curves of these codecs, and of Identity, on this machine.
 
     Args:
         threads: threads per kernel.
         fresh: ignore cached results.
-        advance: called before every codec that is measured.
 
     Raises:
         WorkerError: a rank that measures the engine failed.
@@ -65,14 +63,13 @@ def measured(
     def costs(of: Sequence[Codec]) -> dict[str, dict[str, Curve]]:
         found = {}
         for index, codec in enumerate(of):
-            if advance is not None:
-                advance(f"kernels of {name_of(codec)}", index, len(of))
+            progress(f"kernels of {name_of(codec)}", index, len(of))
             found[str(codec)] = kernel_costs.kernel_curves(codec, threads)
         return found
 
     if fresh or not file.exists():
         kernels = Curves(kernel_costs.processor(), threads, costs([Identity()]))
-        (overheads,) = workers.measured(partial(measure), World.here(2, "none"), _TIMEOUT_S)
+        (overheads,) = workers.measured(World.here(2, "none"), _TIMEOUT_S, measure)
         known = engine(kernels, overheads)
     else:
         known = curves.load(file)
@@ -89,7 +86,7 @@ def measured(
 # ---- one of the two ranks
 
 
-def measure(progress: workers.Advance) -> list[dict[str, float]]:
+def measure() -> list[dict[str, float]]:
     """One row: seconds (memory: bytes per second)."""
     torch.set_num_threads(1)
     transport = TorchP2P()
@@ -137,21 +134,20 @@ def _stack(transport: TorchP2P, tag: int) -> float:
 
 def _check() -> dict[str, float]:
     """Seconds to check a message: its header, and the checksum per byte."""
-    envelope = Envelope(plan=1, sequence=1, segment=0, chunk=0)
-
-    def seconds(nbytes: int) -> float:
+    envelope, checks = Envelope(plan=1, sequence=1, segment=0, chunk=0), []
+    for nbytes in (1 << 10, 1 << 21):
         message = torch.zeros(HEADER_BYTES + nbytes, dtype=torch.uint8)
         seal(message, envelope)
-        return _median(lambda: check(message, envelope, 0))
-
-    small, large = seconds(1 << 10), seconds(1 << 21)
+        checks.append(partial(check, message, envelope, 0))
+    small, large = interleaved.medians(checks, 1, "c", quick=False)
     return {"check": small, "check_byte": max(large - small, 0.0) / (1 << 21)}
 
 
 def _memory() -> float:
     """Bytes per second that one copy moves."""
     source, target = (torch.zeros(1 << 23, dtype=torch.float32) for _ in range(2))
-    return source.nbytes / _median(lambda: target.copy_(source), turns=9)
+    (seconds,) = interleaved.medians([lambda: target.copy_(source)], 1, "c", quick=False)
+    return source.nbytes / seconds
 
 
 def _tiny(comm: Communicator, segments: int) -> float:
@@ -162,14 +158,5 @@ def _tiny(comm: Communicator, segments: int) -> float:
     def reduced(step: int) -> None:
         gradwire.all_reduce(values, "identity", group=comm, step=step, options=options)
 
-    turns = [slowest(partial(reduced, step)) for step in range(_ROUNDS)]
+    turns = [interleaved.slowest(partial(reduced, step)) for step in range(_ROUNDS)]
     return sorted(turns)[_ROUNDS // 10]
-
-
-def _median(function: Callable[[], object], turns: int = 50) -> float:
-    times = []
-    for _ in range(1 + turns):
-        begun = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])

@@ -31,9 +31,11 @@ from gradwire import codecs as codec_table
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
-from gradwire_tools.bench import interleaved, memory, workers
+from gradwire_tools.bench import interleaved, memory
+from gradwire_tools.bench.progress import cells
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.quantities import plural
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods
 
 KINDS = (
@@ -69,8 +71,7 @@ def run(
     threads: Sequence[int] | None = None,
     quick: bool = False,
     device: str = "cpu",
-    advance: workers.Advance | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield a row for every codec, target, number of threads and op.
 
     Args:
@@ -82,7 +83,6 @@ def run(
             GPU always 1.
         quick: fewer repetitions.
         device: "cpu" or "cuda".
-        advance: is called before every codec, target and number of threads.
 
     Raises:
         ConfigError: an unknown codec, option, target or device; no compiler for target c; no GPU,
@@ -107,19 +107,19 @@ def run(
         memory.check(f"--numel {numel}", FLOAT * numel * _sets(numel) * (3 + PEERS))
     for count in threads or ():
         check_threads(count)
-    todo = [
-        (codec, target, count)
-        for codec in chosen
+    places = [
+        (f"{target} with {plural(count, 'thread')}", target, count)
         for target in targets or TARGETS[device]
         for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2))
     ]
-    for index, (codec, target, count) in enumerate(todo):
-        if advance is not None:
-            name = codec_table.name_of(codec)
-            at_once = "1 thread" if count == 1 else f"{count} threads"
-            advance(f"kernels of {name} on {target} with {at_once}", index, len(todo))
+
+    def rows(named: tuple[str, Codec], place: tuple[str, str, int]) -> Iterator[Row]:
+        _, target, count = place
         size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
-        yield from _rows(codec, target, size, count, quick, device)
+        return _rows(named[1], target, size, count, quick, device)
+
+    every = [(codec_table.name_of(codec), codec) for codec in chosen]
+    yield from cells("kernels of {0[0]} on {1[0]}", rows, every, places)
 
 
 def check_threads(count: int) -> None:
@@ -132,7 +132,7 @@ def check_threads(count: int) -> None:
 
 def _rows(
     codec: Codec, target: str, numel: int, threads: int, quick: bool, device: str
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     made = kernels(codec, torch.float32, target)
     if made.device.type != device:
         return  # the codec has no kernel on this device: it runs eagerly on the CPU

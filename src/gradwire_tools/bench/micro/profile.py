@@ -28,7 +28,6 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from gradwire.integrations.hook import hook_state
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.given import Weights
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train.methods import attach, parse
@@ -82,7 +82,6 @@ def run(
     bucket_mb: float | None = None,
     trace: str | None = None,
     quick: bool = False,
-    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows.
 
@@ -94,7 +93,6 @@ def run(
         bucket_mb: DDP's bucket_cap_mb; by default one bucket.
         trace: file for the trace of rank 0's last step, in the format of chrome://tracing.
         quick: fewer steps.
-        advance: is called with every step.
 
     Raises:
         ConfigError: a method that is not gradwire's, a size out of range, an impossible network, or
@@ -114,9 +112,8 @@ def run(
     values, steps = numel or 6_553_600, 10 if quick else 40
     memory.check(f"{values} values of {ranks} ranks", 4 * values * ranks * 3)
     world = World.here(ranks, net)
-    measuring = partial(measure, names, _shapes(values), bucket_mb or 1000.0, steps, trace)
-    found = workers.measured(measuring, world, _TIMEOUT_S, advance)
-    rows = [{**row, **world.keys} for row in found]
+    given = names, _shapes(values), bucket_mb or 1000.0, steps, trace
+    rows = [{**row, **world.keys} for row in workers.measured(world, _TIMEOUT_S, measure, *given)]
     yield from rows
     for row in {row["method"]: row for row in rows}.values():
         yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILATIONS}
@@ -153,7 +150,6 @@ def measure(
     bucket_mb: float,
     steps: int,
     trace_file: str | None,
-    progress: workers.Advance,
 ) -> list[dict[str, Any]]:
     """The rows of all methods, each of which steps a model of its own.
 

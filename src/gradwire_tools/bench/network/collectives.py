@@ -20,7 +20,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +35,11 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.given import Weights, as_hook
 from gradwire_tools.bench.interleaved import quartiles
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods as method_table
+from gradwire_tools.bench.train.method_run import interface_bytes
 
 KINDS = (
     row_kind(
@@ -72,8 +73,7 @@ def run(
     numel: int | None = None,
     quick: bool = False,
     per_node: int = 1,
-    advance: workers.Advance | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield the rows.
 
     Args:
@@ -84,7 +84,6 @@ def run(
         numel: values of the gradient; 25 million, or 2.5 million if `quick`.
         quick: end within 45 seconds on two idle cores, unless the network is slow.
         per_node: ranks per node; they share its link and communicate through memory.
-        advance: called with every turn.
 
     Raises:
         ConfigError: an unknown method, codec or option, a number out of range, an impossible
@@ -99,36 +98,14 @@ def run(
     if numel is not None:
         memory.check(f"--numel {numel} of {ranks} ranks", 4 * numel * ranks * 3)
     world = World.here(ranks, net, per_node)
-    network = world.network
-    measuring = partial(
-        measure,
-        names or DEFAULT_METHODS,
-        numel or (2_500_000 if quick else 25_000_000),
-        5 if quick else 9,
-        per_node,
-    )
-    for row in workers.measured(measuring, world, _TIMEOUT_S, advance):
-        rounds = row.pop("rounds")
-        limit = None
-        if network.shaped:
-            seconds_of_bytes = row["link_bytes"] * 8 / network.rate_bits_per_s
-            limit = seconds_of_bytes + rounds * network.latency_s
-        yield {
-            **row,
-            "ranks": ranks,
-            "per_node": per_node,
-            "net": str(network),
-            "limit_seconds": limit,
-            "of_limit": None if limit is None else limit / row["seconds"],
-        }
+    given = names or DEFAULT_METHODS, numel or (2_500_000 if quick else 25_000_000)
+    yield from workers.measured(world, _TIMEOUT_S, measure, world, *given, 5 if quick else 9)
 
 
 # ---- one rank
 
 
-def measure(
-    methods: Sequence[str], numel: int, rounds: int, per_node: int, progress: workers.Advance
-) -> list[dict[str, Any]]:
+def measure(world: World, methods: Sequence[str], numel: int, rounds: int) -> list[Row]:
     """A row for each method; all take turns."""
     timed_methods = [_TimedMethod(name, numel) for name in methods]
     gradient = _gradient_of(dist.get_rank(), numel)
@@ -141,7 +118,7 @@ def measure(
             timed_method.step(gradient, counts=turn >= _WARM_UP)
     parts = [_gradient_of(r, numel)[:_SAMPLE].double() for r in range(dist.get_world_size())]
     expected = torch.stack(parts).mean(0)
-    return [timed_method.row(expected, per_node) for timed_method in timed_methods]
+    return [timed_method.row(expected, world) for timed_method in timed_methods]
 
 
 class _TimedDDP(DistributedDataParallel):
@@ -182,18 +159,18 @@ class _TimedMethod:
 
     def step(self, gradient: torch.Tensor, counts: bool) -> None:
         self.model.zero_grad(set_to_none=False)
-        sent, on_link = self.applied.traffic(self.steps)["wire_bytes"], _link_bytes()
+        sent, on_link = self.applied.traffic(self.steps)["wire_bytes"], interface_bytes() or 0
         self.model()
         self.weight.backward(gradient.view_as(self.weight))
         self.steps += 1
         self.sent = self.applied.traffic(self.steps)["wire_bytes"] - sent
-        self.link_sent = _link_bytes() - on_link
+        self.link_sent = (interface_bytes() or 0) - on_link
         slowest = torch.tensor(self.model.seconds, dtype=torch.float32)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if counts:
             self.seconds.append(float(slowest))
 
-    def row(self, expected: torch.Tensor, per_node: int) -> dict[str, Any]:
+    def row(self, expected: torch.Tensor, world: World) -> Row:
         assert self.weight.grad is not None
         found = self.weight.grad.view(-1)[: expected.numel()].double()
         ours = self.method.kind == "gradwire"
@@ -201,34 +178,34 @@ class _TimedMethod:
         transport = communicator().transport if ours else None
         named = transport.name if isinstance(transport, Mixed) else type(transport).__name__
         reductions = 2 if self.method.kind == "torch_powersgd" else 1
+        seconds, network = statistics.median(self.seconds), world.network
+        link_bytes, limit = self.link_sent if world.per_node > 1 else self.sent, None
+        if network.shaped:
+            rounds = reductions * _rounds(algorithm, world)
+            limit = link_bytes * 8 / network.rate_bits_per_s + rounds * network.latency_s
         return {
             "method": self.name,
             "algorithm": algorithm,
             "transport": named if ours else "gloo",
             "numel": self.weight.numel(),
-            "seconds": statistics.median(self.seconds),
+            "seconds": seconds,
             "seconds_quartiles": quartiles(self.seconds),
             "wire_bytes": self.sent,
-            "link_bytes": self.link_sent if per_node > 1 else self.sent,
-            "rounds": reductions * _rounds(algorithm, per_node),
+            "link_bytes": link_bytes,
+            "limit_seconds": limit,
+            "of_limit": None if limit is None else limit / seconds,
             "nmse": float((found - expected).square().sum() / expected.square().sum()),
+            "per_node": world.per_node,
+            **world.keys,
         }
 
 
-def _rounds(algorithm: str, per_node: int) -> int:
+def _rounds(algorithm: str, world: World) -> int:
     """The rounds between nodes."""
-    size = dist.get_world_size()
     if algorithm == "hierarchical":
-        nodes = tuple(rank // per_node for rank in range(size))
-        return Hierarchical(nodes=nodes).rounds_between(size)
-    return algorithms.get(algorithm).rounds(size)
-
-
-def _link_bytes() -> int:
-    """Bytes that this node's interface has sent; 0 if the node has no interface of its own."""
-    with open("/proc/net/dev") as file:
-        lines = [line.split(":") for line in file if line.strip().startswith("eth0:")]
-    return int(lines[0][1].split()[8]) if lines else 0
+        nodes = tuple(rank // world.per_node for rank in range(world.count))
+        return Hierarchical(nodes=nodes).rounds_between(world.count)
+    return algorithms.get(algorithm).rounds(world.count)
 
 
 def _gradient_of(rank: int, numel: int) -> torch.Tensor:

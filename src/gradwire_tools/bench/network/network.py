@@ -29,8 +29,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,8 +43,9 @@ from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network import network_verdict
 from gradwire_tools.bench.network.world import World, started_by_torchrun
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import models
@@ -66,7 +66,6 @@ KINDS = (
 METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000
 _LAYERS = 8
-_TIMEOUT_S = 600.0
 _ROWS = 64  # of a batch, per rank
 _WARM_UP = 2  # DDP's buckets are rebuilt after the first step
 _FEWEST = 3  # turns
@@ -80,28 +79,27 @@ def copies(methods: int) -> int:
 
 
 @dataclass(frozen=True)
-class StepConfig:
+class MeasuredStep:
     """What every rank is told.
 
     Attributes:
         shapes: of the parameters.
         compute_seconds: of the pause that stands for computing; None computes linear layers.
         turns: of all methods, at most; `budget_seconds` may end them after three.
+        timeout: seconds for ranks that are started here.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    compute_seconds: float | None
-    methods: tuple[str, ...]
-    turns: int
-    budget_seconds: float
-
-
-@dataclass(frozen=True)
-class StepMeasurement:
-    """What the command line asks for."""
-
     world: World
-    config: StepConfig
+    shapes: models.Shapes
+    compute_seconds: float | None
+    methods: tuple[str, ...] = METHODS
+    turns: int = 11
+    budget_seconds: float = 60.0
+    timeout: float = 600.0
+
+    def measured(self) -> list[Row]:
+        """The seconds of every method, on ranks that are started here or as one of torchrun's."""
+        return workers.measured(self.world, self.timeout, measure, self)
 
 
 def plan(
@@ -112,7 +110,7 @@ def plan(
     compute: float | None = None,
     quick: bool = False,
     environment: Mapping[str, str] = os.environ,
-) -> StepMeasurement | None:
+) -> MeasuredStep | None:
     """What is to be measured; None if that was not asked for.
 
     Args:
@@ -143,15 +141,12 @@ def plan(
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
     size, here = models.numel(shapes), 1 if world.joins else world.count
     memory.check(f"a step of {size} values", 4 * size * copies(len(METHODS)) * here)
-    turns, budget = (5, 15.0) if quick else (11, 60.0)
-    config = StepConfig(shapes, compute, METHODS, turns, budget)
-    return StepMeasurement(world, config)
+    step = MeasuredStep(world, shapes, compute)
+    return replace(step, turns=5, budget_seconds=15.0) if quick else step
 
 
 @stamped
-def run(
-    wanted: StepMeasurement, advance: workers.Advance | None = None
-) -> Iterator[dict[str, Any]]:
+def run(wanted: MeasuredStep) -> Iterator[Row]:
     """Yield the rows: a row per method, and the verdict.
 
     Raises:
@@ -159,21 +154,16 @@ def run(
         WorkerError: a rank failed.
         TransportError: torchrun's ranks cannot be joined.
     """
-    for name in wanted.config.methods:
+    for name in wanted.methods:
         methods.parse(name).check()
-    where = {**wanted.world.keys, "numel": models.numel(wanted.config.shapes)}
-    rows = [_row(seconds, where) for seconds in join(wanted, advance)]
+    where = {**wanted.world.keys, "numel": models.numel(wanted.shapes)}
+    rows = [_row(seconds, where) for seconds in wanted.measured()]
     yield from rows
     pays, text = network_verdict.verdict(rows)
     yield {"part": "verdict", "available": pays, "detail": text}
 
 
-def join(wanted: StepMeasurement, advance: workers.Advance | None = None) -> list[dict[str, Any]]:
-    """Measure, on ranks that are started here or as one of those of torchrun."""
-    return workers.measured(partial(measure, wanted.config), wanted.world, _TIMEOUT_S, advance)
-
-
-def _row(measured: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+def _row(measured: Row, where: Row) -> Row:
     """The row of one method, from the seconds of all its turns."""
     step, compute, alone = (
         statistics.median(measured[key]) for key in ("steps", "computing", "communicating")
@@ -299,16 +289,16 @@ class _Entrant:
             batch.grad = None
 
 
-def measure(config: StepConfig, progress: workers.Advance) -> list[dict[str, Any]]:
+def measure(step: MeasuredStep) -> list[Row]:
     """The seconds of every method's turns, in the group that exists; alike on all ranks.
 
     Methods take turns, in an order that rotates.
     """
     load = os.getloadavg()[0]  # of the minute before
     torch.manual_seed(dist.get_rank())
-    of = [[make(shape) for shape in config.shapes] for make in (torch.zeros, torch.randn)]
-    pause = config.compute_seconds
-    entrants = [_Entrant(name, pause, _StandIn(*of)) for name in config.methods]
+    of = [[make(shape) for shape in step.shapes] for make in (torch.zeros, torch.randn)]
+    pause = step.compute_seconds
+    entrants = [_Entrant(name, pause, _StandIn(*of)) for name in step.methods]
     for entrant in entrants:
         for _ in range(_WARM_UP):
             entrant.turn()
@@ -316,11 +306,11 @@ def measure(config: StepConfig, progress: workers.Advance) -> list[dict[str, Any
             times.clear()
     where = _where(load)
     begun = time.monotonic()
-    for turn in range(config.turns):
-        progress(f"turns of {', '.join(config.methods)}", turn, config.turns)
+    for turn in range(step.turns):
+        progress(f"turns of {', '.join(step.methods)}", turn, step.turns)
         spent = torch.tensor(time.monotonic() - begun, dtype=torch.float32)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        if turn >= _FEWEST and float(spent) > config.budget_seconds:
+        if turn >= _FEWEST and float(spent) > step.budget_seconds:
             break
         first = turn % len(entrants)
         for entrant in entrants[first:] + entrants[:first]:
@@ -330,7 +320,7 @@ def measure(config: StepConfig, progress: workers.Advance) -> list[dict[str, Any
     return [{"method": entrant.name, **entrant.times, **where} for entrant in entrants]
 
 
-def _where(load: float) -> dict[str, Any]:
+def _where(load: float) -> Row:
     """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's load
     and cores."""
     transport = communicator().transport

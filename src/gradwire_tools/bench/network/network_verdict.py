@@ -13,7 +13,8 @@ network or the machine was busy; and what to write.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from gradwire_tools.bench.rows import Row
 
 FULL, HALF, OURS = "torch-fp32", "torch-fp16-hook", "gradwire-qsgd4"
 
@@ -30,7 +31,7 @@ _LEAVE = "Nothing to gain here: leave the script as it is."
 _TRY = 'Leave the script as it is, or let training try it: gw.attach(model, "auto")'
 
 
-def verdict(rows: Sequence[dict[str, Any]]) -> tuple[bool, str]:
+def verdict(rows: Sequence[Row]) -> tuple[bool, str]:
     """Whether compression clearly pays, and why, from the rows of `network`."""
     by_method = {row["method"]: row for row in rows}
     full, half, ours = (by_method[method] for method in (FULL, HALF, OURS))
@@ -53,20 +54,20 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[bool, str]:
     return pays, "\n".join([found, _waiting(full, pays), *_circumstances(full), line])
 
 
-def _ratios(mine: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
+def _ratios(mine: Row, theirs: Row) -> list[float]:
     """Of the seconds of each turn."""
     turns = zip(mine["turn_seconds"], theirs["turn_seconds"], strict=True)
     return [one / other for one, other in turns]
 
 
-def _clearly_faster(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+def _clearly_faster(mine: Row, theirs: Row) -> bool:
     ratios = _ratios(mine, theirs)
     faster = sum(one < 1 for one in ratios)
     median = mine["step_seconds"] / theirs["step_seconds"]
     return bool(median < _CLEARLY and faster >= _MOSTLY * len(ratios))
 
 
-def _waiting(full: dict[str, Any], pays: bool) -> str:
+def _waiting(full: Row, pays: bool) -> str:
     waiting = full["exposed_seconds"] / full["step_seconds"]
     said = (
         f"Of a step with fp32 ({_seconds(full['step_seconds'])}), {waiting:.0%} is communication "
@@ -77,7 +78,7 @@ def _waiting(full: dict[str, Any], pays: bool) -> str:
     return f"{said} The network is {'not ' if waiting < _HARDLY else ''}the problem."
 
 
-def _circumstances(row: dict[str, Any]) -> list[str]:
+def _circumstances(row: Row) -> list[str]:
     """What was measured, where that is not a network between idle machines."""
     said, ranks, machines = [], row["ranks"], row["machines"]
     if machines == 1:
@@ -103,7 +104,7 @@ def _carried(transport: str) -> str:
     return "shared memory" if "shm" in transport else "loopback too"
 
 
-def _gain(base: dict[str, Any], ours: dict[str, Any], ratio: float) -> str:
+def _gain(base: Row, ours: Row, ratio: float) -> str:
     alone = base["communication_seconds"]
     return (
         f"Compression pays here: a step takes {_seconds(ours['step_seconds'])} with {OURS}, and "
@@ -113,7 +114,7 @@ def _gain(base: dict[str, Any], ours: dict[str, Any], ratio: float) -> str:
     )
 
 
-def _reason(base: dict[str, Any], ours: dict[str, Any], ratios: Sequence[float]) -> str | None:
+def _reason(base: Row, ours: Row, ratios: Sequence[float]) -> str | None:
     """Why compression does not pay; None if the turns differ too much to say so."""
     alone, our_alone = base["communication_seconds"], ours["communication_seconds"]
     exposed = base["exposed_seconds"]

@@ -15,16 +15,13 @@ hosts of the ranks and the network; curves as `gradwire sim` keeps them.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -36,8 +33,9 @@ from gradwire.planner.whole import write_whole
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves
 from gradwire_tools.bench.network.world import World
-from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.progress import progress
+from gradwire_tools.bench.provenance import now, stamped
+from gradwire_tools.bench.rows import Row, row_kind
 
 _PROBED = "ranks:positive net:text cached:flag"
 KINDS = (
@@ -70,8 +68,6 @@ _RANK_BYTES = 100 << 20  # that a process with torch takes, at least
 _SEND_BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KB to 16 MB
 _SEND_S = 1.0  # of the largest message, at most
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class ProbePlan:
@@ -86,6 +82,10 @@ class ProbePlan:
     codecs: tuple[Codec, ...]
     seconds: float
     fresh: bool
+
+    def measured(self) -> list[Row]:
+        """Pairs and sends, of ranks that are started here or as one of those of torchrun."""
+        return workers.measured(self.world, _TIMEOUT_S, measure, self.seconds)
 
 
 def plan(
@@ -115,7 +115,7 @@ def plan(
 
 
 @stamped
-def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[Row]:
+def run(wanted: ProbePlan) -> Iterator[Row]:
     """Yield the rows.
 
     Raises:
@@ -126,13 +126,13 @@ def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[R
     file = cache_file([socket.gethostname()] * world.count, str(world.network))
     # Nothing here tells by which cards and network torchrun's ranks are joined.
     known = None if wanted.fresh or world.joins else kept(file)
-    found = known or {"rows": join(wanted, advance), "measured": _now()}
+    found = known or {"rows": wanted.measured(), "measured": now()}
     if known is None and not world.joins:
         write_whole(file, json.dumps(found))
     where = {**world.keys, "cached": known is not None}
     for row in found["rows"]:
         yield {**row, **where, "measured": found["measured"]}
-    costs = curves.measured(wanted.codecs, fresh=wanted.fresh, advance=advance)
+    costs = curves.measured(wanted.codecs, fresh=wanted.fresh)
     for codec in wanted.codecs:
         for form, (call, value, payload) in costs.codecs[str(codec)].items():
             yield {
@@ -147,15 +147,10 @@ def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[R
             }
 
 
-def join(wanted: ProbePlan, advance: workers.Advance | None = None) -> list[Row]:
-    """Pairs and sends, of ranks that are started here or as one of those of torchrun."""
-    return workers.measured(partial(measure, wanted.seconds), wanted.world, _TIMEOUT_S, advance)
-
-
 # ---- one rank
 
 
-def measure(seconds: float, progress: workers.Advance) -> list[Row]:
+def measure(seconds: float) -> list[Row]:
     """Rows of pairs and sends, alike on all ranks; measuring the links should take `seconds`."""
     progress("links", 0, 1)
     comm = groups.communicator()
@@ -194,7 +189,3 @@ def kept(file: Path) -> Row | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None  # it is measured again
     return found if whole else None
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

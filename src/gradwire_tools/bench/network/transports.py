@@ -16,8 +16,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +24,9 @@ from gradwire.errors import ConfigError
 from gradwire.transport import Mixed, TorchP2P, Transport, shm_library
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 
 KINDS = (
     row_kind(
@@ -50,14 +49,12 @@ _TAGS = 1 << 10  # tags per measurement: each message in flight has its own, as 
 def run(
     sizes: Sequence[int | str] | None = None,
     quick: bool = False,
-    advance: workers.Advance | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield a row for each transport and size.
 
     Args:
         sizes: bytes per message.
         quick: fewer turns.
-        advance: is called with every size.
 
     Raises:
         ConfigError: a size is not a number or below 1, or shared memory does not work on this
@@ -71,14 +68,14 @@ def run(
     reason = shm_library.unavailable()
     if reason is not None:
         raise ConfigError(f"no shared memory here: {reason}")
-    measuring = partial(measure, [int(size) for size in sizes or SIZES], 7 if quick else 21)
-    yield from workers.measured(measuring, World.here(2, "none"), _TIMEOUT_S, advance)
+    given = [int(size) for size in sizes or SIZES], 7 if quick else 21
+    yield from workers.measured(World.here(2, "none"), _TIMEOUT_S, measure, *given)
 
 
 # ---- one of the two ranks
 
 
-def measure(sizes: Sequence[int], turns: int, progress: workers.Advance) -> list[dict[str, Any]]:
+def measure(sizes: Sequence[int], turns: int) -> list[Row]:
     """Rows of both transports, interleaved."""
     torch.set_num_threads(1)
     _pin_to_core(dist.get_rank())
@@ -95,23 +92,17 @@ def measure(sizes: Sequence[int], turns: int, progress: workers.Advance) -> list
         share = torch.tensor(usual, dtype=torch.float32)
         dist.broadcast(share, 0)
         times = max(3, min(300, int(_TURN_S / float(share))))
-        latencies: dict[str, list[float]] = {name: [] for name in transports}
-        streams: dict[str, list[float]] = {name: [] for name in transports}
-        for turn in range(1 + turns):  # the first warms up
+        turns_of: dict[str, list[tuple[list[float], float]]] = {name: [] for name in transports}
+        for _ in range(1 + turns):
             for name, transport in transports.items():
                 trips = round_trips(transport, data, times, next(tags))
-                stream = one_way(transport, messages, next(tags))
-                if turn:
-                    latencies[name] += trips
-                    streams[name].append(stream)
-        for name in transports:
+                turns_of[name].append((trips, one_way(transport, messages, next(tags))))
+        for name, measured in turns_of.items():
+            latencies, streams = zip(*measured[1:], strict=True)  # the first warms up
+            latency = statistics.median(itertools.chain.from_iterable(latencies)) / 2
+            gbps = size * count / statistics.median(streams) / 1e9
             rows.append(
-                {
-                    "transport": name,
-                    "bytes": size,
-                    "latency_us": 1e6 * statistics.median(latencies[name]) / 2,
-                    "gbps": size * count / statistics.median(streams[name]) / 1e9,
-                }
+                {"transport": name, "bytes": size, "latency_us": 1e6 * latency, "gbps": gbps}
             )
     dist.barrier()
     for transport in transports.values():

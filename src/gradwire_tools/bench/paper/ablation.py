@@ -28,14 +28,14 @@ from gradwire import codecs
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
-from gradwire_tools.bench import memory, workers
+from gradwire_tools.bench import memory
 from gradwire_tools.bench.micro import curves as measuring
-from gradwire_tools.bench.network.network import StepConfig, copies
-from gradwire_tools.bench.network.world import emulable, several
-from gradwire_tools.bench.paper.cells import Row, measured
+from gradwire_tools.bench.network.network import MeasuredStep, copies
+from gradwire_tools.bench.network.world import World, emulable, several
 from gradwire_tools.bench.paper.planner_grid import fitted_to_lab, in_lab, method_of
+from gradwire_tools.bench.progress import cells
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import kernel_costs, models
 
@@ -54,7 +54,6 @@ MOST_TURNS = 1000
 _PARTS = 6
 _TOGETHER = 1 << 40  # bytes: one bucket
 _TIMEOUT_S = 1800.0
-_WORKER = "gradwire_tools.bench.network.network_worker"
 
 
 @stamped
@@ -66,7 +65,6 @@ def run(
     compute: float = 0.1,
     turns: int = 5,
     lab: bool = True,
-    advance: workers.Advance = workers.unseen,
 ) -> Iterator[Row]:
     """Yield the rows.
 
@@ -92,7 +90,7 @@ def run(
         memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
         emulable(network, instead="give --no-lab")
     chosen = codecs.get(codec)
-    known = measuring.measured([FULL, HALF, chosen], advance=advance)
+    known = measuring.measured([FULL, HALF, chosen])
     if lab:
         known = fitted_to_lab(known, ranks, network, size)
     backward = compute * 2 / 3
@@ -111,9 +109,9 @@ def run(
     def in_the_lab() -> Iterator[tuple[float, float]]:
         # The planner's setting may be that of a part: then they are one measurement.
         names = tuple(dict.fromkeys(methods.values()))
-        config = StepConfig(shapes, compute, names, turns, _TIMEOUT_S / 3)
-        found = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
-        times = {row["method"]: _medians(row) for row in found}
+        world, budget = World(ranks, network), _TIMEOUT_S / 3
+        step = MeasuredStep(world, shapes, compute, names, turns, budget, _TIMEOUT_S)
+        times = {row["method"]: _medians(row) for row in step.measured()}
         yield from (times[name] for name in methods.values())
 
     def rows(place: str) -> Iterator[Row]:
@@ -126,7 +124,7 @@ def run(
             yield {**about, "step_seconds": step, "synchronisation_seconds": seconds, "cut": cut}
             before = seconds
 
-    yield from measured("{0}", rows, advance, ["simulator", "lab"] if lab else ["simulator"])
+    yield from cells("{0}", rows, ["simulator", "lab"] if lab else ["simulator"])
 
 
 def _parts(best: Setting) -> dict[str, tuple[Setting, str]]:

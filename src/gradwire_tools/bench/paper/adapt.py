@@ -57,15 +57,13 @@ from gradwire.controllers import (
 from gradwire.controllers.error import METRICS, check_metric, global_l2, terms, total
 from gradwire.controllers.layer import plan_nbytes
 from gradwire.errors import ConfigError, use_one_of
-from gradwire_tools.bench.adapt.record import recordings
-from gradwire_tools.bench.adapt.recording import Named, Recording
+from gradwire_tools.bench.adapt.record import Named, Recording, recordings
 from gradwire_tools.bench.paper import adapt_whole
 from gradwire_tools.bench.paper.adapt_tables import recorded_layers, seeded_layers
 from gradwire_tools.bench.paper.adapt_whole import Allocation, Whole
-from gradwire_tools.bench.paper.cells import Row, measured
+from gradwire_tools.bench.progress import cells
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.bench.workers import Advance, unseen
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.sim import models
 
 KINDS = (
@@ -172,7 +170,6 @@ def run(
     folders: Sequence[str | Path] = (),
     config: Config | None = None,
     quick: bool = False,
-    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield the rows: of recordings, then of seeded tables.
 
@@ -180,7 +177,6 @@ def run(
         folders: of `gradwire bench record`.
         quick: end within 45 seconds on two idle cores: a tiny recording, made and deleted, if no
             folder is given; one model and one sigma.
-        advance: called with every table.
 
     Raises:
         ConfigError: a folder without a complete recording, or without a point; bayes is asked for,
@@ -195,7 +191,7 @@ def run(
         config = replace(
             config, models=config.models[:1], sigmas=config.sigmas[-1:], policies=policies
         )
-    with recordings(folders, config.at, quick, advance) as found:
+    with recordings(folders, config.at, quick) as found:
         points = [
             (recording, *steps)
             for recording in found
@@ -204,9 +200,9 @@ def run(
         averages = lru_cache(maxsize=2)(Recording.averages)  # of a point and the one before
         rows = partial(_recorded, config, averages)
         name = "{0[0].task} at {0[2]}: {1[1].name}"
-        yield from measured(name, rows, advance, points, config.compared())
+        yield from cells(name, rows, points, config.compared())
     name, rows = "{0}, sigma {1:g}: {2[1].name}", partial(_seeded, config)
-    yield from measured(name, rows, advance, config.models, config.sigmas, config.compared())
+    yield from cells(name, rows, config.models, config.sigmas, config.compared())
 
 
 def _recorded(

@@ -25,7 +25,7 @@ from gradwire.codecs import QSGD, TopK
 from gradwire.controllers import Family, Layer, tables
 from gradwire.controllers.families import FLAT
 from gradwire.controllers.tables import nbytes
-from gradwire_tools.bench.adapt.recording import Named
+from gradwire_tools.bench.adapt.record import Named
 from gradwire_tools.sim import models
 
 _BLOCKS = 4096  # of Laplace values, from which mean square ranges are taken

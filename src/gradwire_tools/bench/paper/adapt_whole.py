@@ -31,7 +31,7 @@ from gradwire.codecs import AdaComp, HardThreshold, TopK
 from gradwire.controllers import Budget, Layer
 from gradwire.controllers.error import terms, total
 from gradwire.lang.layout import layout
-from gradwire_tools.bench.adapt.recording import Named
+from gradwire_tools.bench.adapt.record import Named
 
 GLOBAL_TOPK, THRESHOLD, ADACOMP = "global-topk", "threshold", "adacomp"
 NAMES = (GLOBAL_TOPK, THRESHOLD, ADACOMP)

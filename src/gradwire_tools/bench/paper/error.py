@@ -41,12 +41,10 @@ from gradwire.errors import ConfigError
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules
 from gradwire_tools.bench.adapt.in_process import InProcessRanks
-from gradwire_tools.bench.adapt.record import recordings
-from gradwire_tools.bench.adapt.recording import Recording
-from gradwire_tools.bench.paper.cells import Row, measured
+from gradwire_tools.bench.adapt.record import Recording, recordings
+from gradwire_tools.bench.progress import cells
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.bench.workers import Advance, unseen
+from gradwire_tools.bench.rows import Row, row_kind
 
 _ERROR = (
     "task:text at:count steps:positive ranks:positive method:text algorithm:text "
@@ -113,7 +111,6 @@ def run(
     at: Sequence[int] | None = None,
     layers: bool = False,
     quick: bool = False,
-    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield the rows.
 
@@ -124,7 +121,6 @@ def run(
         algorithm: of collectives; a method's own option precedes it.
         at: only these points.
         layers: rows for each parameter, too.
-        advance: called with every method at every point.
 
     Raises:
         ConfigError: an unknown method, option, algorithm or point, or a folder without a complete
@@ -134,12 +130,12 @@ def run(
     chosen = [one for text in texts for one in parsed(text, algorithm)]
     if not folders and not quick:
         raise ConfigError("no folder of recorded gradients given: gradwire bench record makes one")
-    with recordings(folders, at, quick, advance) as found:
+    with recordings(folders, at, quick) as found:
         for recording in found:
             _check(recording, chosen)
         points = [(recording, point) for recording in found for point in at or recording.at]
         rows = partial(_rows, layers=layers)
-        yield from measured("{0[0].task} at {0[1]}: {1}", rows, advance, points, chosen)
+        yield from cells("{0[0].task} at {0[1]}: {1}", rows, points, chosen)
 
 
 def parsed(text: str, algorithm: str | None = None) -> list[Measured]:

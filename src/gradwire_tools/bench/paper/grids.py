@@ -22,8 +22,8 @@ from rich import box
 from rich.table import Column, Table
 
 from gradwire.errors import ConfigError, use_one_of
-from gradwire_tools.bench.paper.cells import Row
 from gradwire_tools.bench.quantities import DASH, digits, network, seconds, size
+from gradwire_tools.bench.rows import Row
 from gradwire_tools.bench.train import config as training
 from gradwire_tools.bench.train.config import TrainConfig
 

@@ -36,14 +36,14 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.planner.choice import FULL, HALF, Choice, Setting, Situation, choose, name, simulate
-from gradwire_tools.bench import memory, workers
+from gradwire_tools.bench import memory
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
 from gradwire_tools.bench.network.world import emulable, several
-from gradwire_tools.bench.paper.cells import Row, measured
 from gradwire_tools.bench.paper.validate import SWITCH_S
+from gradwire_tools.bench.progress import cells, unwatched
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.models import Shapes
@@ -80,9 +80,8 @@ def run(
     sizes: Sequence[int] = SIZES,
     codecs: Sequence[str] = ("qsgd:bits=4",),
     fresh: bool = False,
-    advance: workers.Advance = workers.unseen,
 ) -> Iterator[Row]:
-    """Yield a row for each network and size. `advance` is called with every one.
+    """Yield a row for each network and size.
 
     Raises:
         ConfigError: no lab on this machine, or a number out of range.
@@ -96,7 +95,7 @@ def run(
             raise ConfigError(f"--bytes {size}: give bytes of fp32 values, 4 or more")
         memory.check(f"--bytes {size} on {ranks} ranks", 2 * _COPIES * size * ranks)
     chosen = [codec_table.get(text) for text in codecs]
-    known = measuring.measured([FULL, HALF, *chosen], threads=1, fresh=fresh, advance=advance)
+    known = measuring.measured([FULL, HALF, *chosen], threads=1, fresh=fresh)
 
     @cache
     def fitted(network: Network) -> Curves:
@@ -106,7 +105,7 @@ def run(
         where = in_lab(fitted(network), ranks, network, ((1, size // 4),))
         yield _row(where, str(network), size, chosen)
 
-    yield from measured("{1} bytes on {0}", rows, advance, networks, sizes)
+    yield from cells("{1} bytes on {0}", rows, networks, sizes)
 
 
 def in_lab(known: Curves, ranks: int, network: Network, shapes: Shapes) -> Situation:
@@ -218,7 +217,8 @@ def _measured(
     runs = [[first, *rest[i : i + others]] for i in range(0, len(rest), others)] or [[first]]
     times: dict[Setting, list[float]] = {}
     for together in runs * turns:
-        rows = collectives.run(ranks, net, [*map(method_of, together)], numel=numel, quick=True)
+        methods = [*map(method_of, together)]
+        rows = unwatched(collectives.run(ranks, net, methods, numel=numel, quick=True))
         for setting, row in zip(together, rows, strict=True):
             times.setdefault(setting, []).append(float(row["seconds"]))
     return {setting: statistics.median(found) for setting, found in times.items()}

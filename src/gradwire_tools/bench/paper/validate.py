@@ -25,13 +25,11 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
-from gradwire_tools.bench.paper.cells import Row, measured
+from gradwire_tools.bench.progress import cells, unwatched
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.bench.workers import Advance, unseen
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network, available
 from gradwire_tools.sim import Curves, Net, Scenario, predict
-from gradwire_tools.sim.curves import Software
 
 KINDS = (
     row_kind(
@@ -66,11 +64,6 @@ SWITCH_S = 0.36e-9
 MESSAGE_S = 0.1e-3
 
 
-def on_shared_cores(link: Software) -> Software:
-    """The costs of messages in the lab, whose nodes and switch share this machine's cores."""
-    return replace(link, stack=link.stack + SWITCH_S, message=link.message + MESSAGE_S)
-
-
 @stamped
 def run(
     ranks: Sequence[int] = RANKS,
@@ -80,14 +73,11 @@ def run(
     numel: int = NUMEL,
     runs: int = RUNS,
     fresh: bool = False,
-    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield a row for each number of ranks, network, codec and algorithm.
 
     With `fresh`, kernels are measured again before each number of ranks on each network, since the
     speed of a shared machine changes during the twenty minutes of a full run.
-
-    `advance` is called with every point.
 
     Raises:
         ConfigError: no lab on this machine.
@@ -105,8 +95,9 @@ def run(
 
     @cache
     def known(lab: tuple[Network, int]) -> Curves:
-        found = measuring.measured(chosen.values(), threads=1, fresh=fresh, advance=advance)
-        return replace(found, link=on_shared_cores(found.link))
+        found = measuring.measured(chosen.values(), threads=1, fresh=fresh)
+        stack, message = found.link.stack + SWITCH_S, found.link.message + MESSAGE_S
+        return replace(found, link=replace(found.link, stack=stack, message=message))
 
     def rows(lab: tuple[Network, int], text: str, algorithm: str) -> Iterator[Row]:
         network, count = lab
@@ -121,11 +112,10 @@ def run(
             barrier=True,
         )
         model = predict(scenario, known(lab))
-        of = count, net, f"{method}:algorithm={algorithm}", numel
-        found = [_measured(*of)]
-        least = found[0]["seconds"]
+        found: list[Row] = []
+        least = float("inf")
         while len(found) < runs and least > _SLOW * model["seconds"]:
-            found.append(_measured(*of))
+            found.append(_measured(count, net, f"{method}:algorithm={algorithm}", numel))
             least = min(least, found[-1]["seconds"])
         assert all(row["wire_bytes"] == model["wire_bytes"] for row in found), (found, model)
         yield {
@@ -143,9 +133,9 @@ def run(
         }
 
     name = "{1} by {2}, {0[1]} ranks on {0[0]}"
-    yield from measured(name, rows, advance, labs, chosen, algorithms)
+    yield from cells(name, rows, labs, chosen, algorithms)
 
 
 def _measured(ranks: int, net: str, method: str, numel: int) -> Row:
-    (row,) = collectives.run(ranks, net, [method], numel=numel, quick=True)
+    (row,) = unwatched(collectives.run(ranks, net, [method], numel=numel, quick=True))
     return row

@@ -1,4 +1,4 @@
-"""What the commands of recordings and of the papers' grids refuse, each with its complaint."""
+"""What the commands that measure refuse, each with its complaint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,32 @@ import torch
 from bench_runs import refused, refused_by_command
 
 from gradwire_tools.bench.adapt import record
-from gradwire_tools.bench.adapt.recording import Recording
+from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.bench.paper import adapt
 
 RECORD = "record --output made --task gpt --ranks 2 --steps 2 --quick"
-REFUSED = [
+BENCH = [
+    ("kernels --codec nope", "unknown codec 'nope'"),
+    ("kernels --codec qsgd:bit=4", "no option 'bit'"),
+    ("kernels --target cuda", "unknown target 'cuda'"),
+    ("kernels --target triton", "unknown target 'triton' on cpu: use one of c, eager"),
+    ("kernels --target c --device cuda", "'c' on cuda: use one of triton"),
+    ("kernels --device tpu", "unknown device 'tpu'"),
+    ("kernels --numel 0", "numel=0"),
+    ("kernels --threads 0", "--threads 0"),
+    ("aggregators --methods torch-powersgd:rank=0", "torch-powersgd:rank=0"),
+    ("aggregators --methods torch-powersgd:rank=x", "torch-powersgd:rank=x"),
+    ("aggregators --methods torch-powersgd:warm=1", "torch-powersgd:warm=1"),
+    ("aggregators --methods magic", "magic"),
+    ("aggregators --methods thc:bits=2:code=2:saturate=false", "saturate=false' on 2 ranks"),
+    ("aggregators --ranks 1", "one rank sends nothing"),
+    ("aggregators --task chess", "chess"),
+    ("collectives --net none --numel 0", "--numel 0"),
+    (f"collectives --net none --numel {10**14}", "and this machine has"),
+    ("collectives --net none --per-node 0", "--per-node 0"),
+    ("collectives --net none --per-node 3", "divides the 4 ranks"),
+    ("transports --bytes 0", "--bytes 0"),
+    ("transports --bytes 64,1k", "--bytes 1k"),
     ("adapt --policies x", "unknown policy 'x'"),
     ("adapt --policies accordion:eta=0.2", "its levels are given: write accordion"),
     ("adapt --references fp16", "reference 'fp16': use one of qsgd, topk, powersgd"),
@@ -64,6 +85,20 @@ REFUSED = [
     ("grid --net none --task-option layers", "write NAME=VALUE"),
     ("grid --net none --resume", "give its --json FILE"),
 ]
+OTHERS = [
+    ("probe --ranks 1", "--ranks 1: one rank sends nothing"),
+    ("probe --net 1gbit,1parsec", "parsec"),
+    ("probe --seconds 0", "--seconds 0: give seconds above 0"),
+    ("probe --codec 'none such'", "none such"),
+    (f"probe --ranks {10**9}", "and this machine has"),
+    ("doctor --numel 5", "--numel belongs to the measured step: give --ranks too"),
+    ("doctor --net 1gbit", "--net belongs to"),
+    ("doctor --ranks 2 --numel 0", "--numel 0"),
+    ("doctor --ranks 2 --numel 5 --model resnet50", "give one of them"),
+    ("doctor --ranks 2 --model resnet51", "resnet51"),
+    ("doctor --ranks 2 --compute 0", "--compute 0"),
+    (f"doctor --ranks 2 --numel {10**14}", "and this machine has"),
+]
 
 
 def test_each_is_refused_in_one_line_and_leaves_no_file(
@@ -75,8 +110,10 @@ def test_each_is_refused_in_one_line_and_leaves_no_file(
     alone.save(0, 0, [torch.ones(alone.numel)])
     alone.write()
     (tmp_path / "recorded").symlink_to(recorded[0])
-    words = [(shlex.split(line), told) for line, told in REFUSED]
-    refused_by_command(["bench"], words)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    lines = [(f"bench {line}", told) for line, told in BENCH] + OTHERS
+    refused_by_command([], [(shlex.split(line), told) for line, told in lines])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "recorded"]
 
 
