@@ -7,7 +7,7 @@ from typing import Any
 from report_rows import COLLECTIVE, KERNEL, METHODS, RUN, train_rows
 
 from gradwire_tools.report import learning, page
-from gradwire_tools.report.gain import Verdict, by_seeds, by_spreads
+from gradwire_tools.report.gain import Standing, by_seeds, by_spreads
 
 
 def told(rows: list[dict[str, Any]]) -> str:
@@ -18,19 +18,19 @@ def told(rows: list[dict[str, Any]]) -> str:
 
 
 def test_a_difference_counts_beyond_spreads_and_with_every_seed() -> None:
-    assert by_spreads((1, 2), (3, 4)) is Verdict.LESS
-    assert by_spreads((3, 4), (1, 2)) is Verdict.MORE
-    assert by_spreads((1, 3), (2, 4)) is Verdict.NOISE
-    assert by_spreads((1, 3), None) is Verdict.UNKNOWN
+    assert by_spreads((1, 2), (3, 4)) is Standing.GAIN
+    assert by_spreads((3, 4), (1, 2)) is Standing.LOSS
+    assert by_spreads((1, 3), (2, 4)) is Standing.NOISE
+    assert by_spreads((1, 3), None) is Standing.SPREADLESS
     less, more = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
-    assert by_seeds(less, more) is Verdict.LESS
-    assert by_seeds(more, less) is Verdict.MORE
-    assert by_seeds([1.0, 2.1, 1.2], [1.1, 2.0, 1.3]) is Verdict.NOISE
-    assert by_seeds([1.1, 1.2, 2.0], [1.0, 1.0, 1.0]) is Verdict.FEW
-    assert by_seeds(less, more, resolution=1.5) is Verdict.NOISE
-    assert by_seeds([1.0], [2.0]) is Verdict.UNKNOWN
-    assert by_seeds([1.0], [2.0], resolution=1.5) is Verdict.UNKNOWN
-    assert by_seeds([1.0, None], [2.0, 2.0]) is Verdict.UNKNOWN
+    assert by_seeds(less, more) is Standing.GAIN
+    assert by_seeds(more, less) is Standing.LOSS
+    assert by_seeds([1.0, 2.1, 1.2], [1.1, 2.0, 1.3]) is Standing.NOISE
+    assert by_seeds([1.1, 1.2, 2.0], [1.0, 1.0, 1.0]) is Standing.FEW
+    assert by_seeds(less, more, resolution=1.5) is Standing.NOISE
+    assert by_seeds([1.0], [2.0]) is Standing.SPREADLESS
+    assert by_seeds([1.0], [2.0], resolution=1.5) is Standing.SPREADLESS
+    assert by_seeds([1.0, None], [2.0, 2.0]) is Standing.SPREADLESS
 
 
 def test_only_what_is_beyond_noise_is_a_gain() -> None:

@@ -10,7 +10,7 @@ from report_rows import METHODS, RUN, sharded_rows, train_rows
 
 from gradwire_tools.bench.train.view import table
 from gradwire_tools.report import draw, learning, page
-from gradwire_tools.report.gain import Gain, Resolution, Standing, judged, of_summaries, paired
+from gradwire_tools.report.gain import Gain, Standing, judged, of_summaries, paired
 from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, Section, Tiles
 
 FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
@@ -34,7 +34,7 @@ def test_gain_is_against_the_better_16_bit_baseline() -> None:
     times = {FP16: [10.0, 10.0, 10.0], "a": [9.0, 9.0, 9.0]}
     assert judged(times, {})["a"].standing is Standing.GAIN
     # Evaluations are further apart than that.
-    assert judged(times, {FP16: Resolution(1.5)})["a"].standing is Standing.NOISE
+    assert judged(times, {FP16: (1.5, 0.0)})["a"].standing is Standing.NOISE
     # Without a 16-bit baseline nothing is known.
     assert judged({"a": [1.0]}, {})["a"].standing is Standing.UNKNOWN
     assert judged({FP16: [None], "a": [1.0]}, {})["a"].standing is Standing.ONLY

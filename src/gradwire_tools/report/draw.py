@@ -26,7 +26,7 @@ from matplotlib.patches import Patch, Rectangle
 from gradwire_tools.bench import quantities
 from gradwire_tools.bench.quantities import short, times
 from gradwire_tools.report import parts
-from gradwire_tools.report.gain import Gain, Standing, strength
+from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, PALETTE, Values, looks
 
 WIDTH = 400.0
@@ -329,7 +329,7 @@ def tile(gain: Gain | None) -> dict[str, Any]:
     if gain is None:
         return {"fill": False, "linewidth": 0}
     if gain.standing in _SIDES:
-        strong = 1.0 if gain.ratio is None else strength(gain.ratio)
+        strong = 1.0 if gain.ratio is None else min(1.0, abs(math.log(gain.ratio, 4)))
         opacity = _WEAKEST + (STRONGEST - _WEAKEST) * strong
         return {"facecolor": (_HEX[_SIDES[gain.standing]], opacity), "linewidth": 0}
     unjudged = gain.standing is Standing.UNJUDGED

@@ -147,6 +147,11 @@ def series(points: Iterable[Sequence[Any]], solid: str = "") -> list[Line]:
     return lines
 
 
+def lines(points: Iterable[Sequence[Any]], x: str, y: str, **look: Any) -> Lines:
+    """The chart of a `series`, with the fields of `Lines`."""
+    return Lines(series(points), x, y, **look)
+
+
 _UNIT = r"%|[kMGµmn]?(s|B|bit/s|B/s)"
 _NUMBER = re.compile(rf"{DASH}|[-+]?\d[\d.,e+-]*×?( ({_UNIT})( to .*)?)?")
 

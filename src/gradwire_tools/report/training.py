@@ -13,7 +13,7 @@ from gradwire.errors import ConfigError
 from gradwire_tools.bench import lengths
 from gradwire_tools.bench.quantities import DASH, faster, network, percent, plural, rate, than
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report import gain, learning, steps
+from gradwire_tools.report import costs, gain, learning
 from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.parts import Chart, Question, Section, Table, Tiles, table
 from gradwire_tools.report.rows import Row, grouped, run_of, split
@@ -129,7 +129,7 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         learning.time_to_loss(trained, summaries),
         learning.at_targets(trained, summaries),
         learning.what_is_learned(trained, summaries),
-        *([steps.times(summaries), steps.sent(summaries)] if summaries else []),
+        *([costs.steps(summaries), costs.sent(summaries)] if summaries else []),
     ]
     title = f"Training {first['task']}, {first['ranks']} ranks"
     return Section(
