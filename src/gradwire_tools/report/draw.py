@@ -297,7 +297,9 @@ def _tiles(axes: Axes, chart: parts.Tiles) -> Drawn:
             corner = (place * wide + 0.002, 40 * at + 16)
             axes.add_patch(Rectangle(corner, wide - 0.004, 22, **tile(gain)))
             middle = (place + 0.5) * wide
-            axes.text(middle, 40 * at + 27, _written(gain), ha="center", va="center")
+            written, _ = _LOOKS[gain.standing if gain else Standing.UNKNOWN]
+            ratio = times(gain.ratio or 1.0) if gain else ""
+            axes.text(middle, 40 * at + 27, written.format(ratio), ha="center", va="center")
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(40 * len(chart.rows), 0)
@@ -307,13 +309,16 @@ def _tiles(axes: Axes, chart: parts.Tiles) -> Drawn:
     return 40 * len(chart.rows), legend, room
 
 
-_SIDES = {Standing.LOSS: LOSS, Standing.NEVER: LOSS, Standing.GAIN: GAIN, Standing.ONLY: GAIN}
-_SIGNS = {Standing.GAIN: "▲ ", Standing.LOSS: "▼ ", Standing.NOISE: "≈ ", Standing.UNJUDGED: "? "}
-_WORDS = {
-    Standing.NEVER: "▼ never",
-    Standing.ONLY: "▲ only it",
-    Standing.TIMING: "timing",
-    Standing.BAR: "1×",
+_LOOKS = {  # what stands on a tile, for the ratio, and its side
+    Standing.GAIN: ("▲ {}", GAIN),
+    Standing.LOSS: ("▼ {}", LOSS),
+    Standing.NOISE: ("≈ {}", ""),
+    Standing.UNJUDGED: ("? {}", ""),
+    Standing.NEVER: ("▼ never", LOSS),
+    Standing.ONLY: ("▲ only it", GAIN),
+    Standing.TIMING: ("timing", ""),
+    Standing.BAR: ("1×", ""),
+    Standing.UNKNOWN: (quantities.DASH, ""),
 }
 _LEGEND = {
     "▼ 4 times slower, or more": Gain(Standing.LOSS, 0.25),
@@ -328,18 +333,11 @@ def tile(gain: Gain | None) -> dict[str, Any]:
     same factor."""
     if gain is None:
         return {"fill": False, "linewidth": 0}
-    if gain.standing in _SIDES:
+    _, side = _LOOKS[gain.standing]
+    if side:
         strong = 1.0 if gain.ratio is None else min(1.0, abs(math.log(gain.ratio, 4)))
         opacity = _WEAKEST + (STRONGEST - _WEAKEST) * strong
-        return {"facecolor": (_HEX[_SIDES[gain.standing]], opacity), "linewidth": 0}
+        return {"facecolor": (_HEX[side], opacity), "linewidth": 0}
     unjudged = gain.standing is Standing.UNJUDGED
     border, dashes = ("soft", "--") if unjudged else ("line", "-")
     return {"fill": False, "edgecolor": _HEX[border], "linestyle": dashes}
-
-
-def _written(gain: Gain | None) -> str:
-    if gain is None or gain.standing is Standing.UNKNOWN:
-        return quantities.DASH
-    if gain.standing in _WORDS or gain.ratio is None:
-        return _WORDS[gain.standing]
-    return f"{_SIGNS[gain.standing]}{times(gain.ratio)}"

@@ -147,9 +147,9 @@ def series(points: Iterable[Sequence[Any]], solid: str = "") -> list[Line]:
     return lines
 
 
-def lines(points: Iterable[Sequence[Any]], x: str, y: str, **look: Any) -> Lines:
-    """The chart of a `series`, with the fields of `Lines`."""
-    return Lines(series(points), x, y, **look)
+def lines(points: Iterable[Sequence[Any]], x: str, y: str, solid: str = "", **fields: Any) -> Lines:
+    """The chart of a `series`, with other fields of `Lines`."""
+    return Lines(series(points, solid), x, y, **fields)
 
 
 _UNIT = r"%|[kMGµmn]?(s|B|bit/s|B/s)"

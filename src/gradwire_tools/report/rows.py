@@ -123,23 +123,18 @@ def sort(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """The summaries and the evaluations among rows of `bench train`."""
-    by: dict[str, list[Row]] = {"summary": [], "evaluation": []}
-    for row in rows:
-        if row["row"] in by:
-            by[row["row"]].append(row)
-    return by["summary"], by["evaluation"]
+    summaries = [row for row in rows if row["row"] == "summary"]
+    return summaries, [row for row in rows if row["row"] == "evaluation"]
 
 
 def run_of(row: Row, key: str = "run") -> tuple[Any, Any, Any]:
     """(command, commit, date) of the run that a row is from, or that made its recording (`key` is
     `recorded`). All rows of a run share them, and other runs differ."""
     run = row.get(key)
-    command, commit, date = (
-        run.get(name) if isinstance(run, dict) else None for name in ("command", "commit", "date")
-    )
-    return command, commit, date
+    known = run if isinstance(run, dict) else {}
+    return known.get("command"), known.get("commit"), known.get("date")
 
 
 def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
