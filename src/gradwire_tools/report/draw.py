@@ -15,6 +15,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+import numpy as np
 from matplotlib import style, ticker
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ from gradwire_tools.bench import quantities
 from gradwire_tools.bench.quantities import short, times
 from gradwire_tools.report import parts
 from gradwire_tools.report.gain import Gain, Standing
-from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, PALETTE, Values, looks
+from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, PALETTE, looks
 
 WIDTH = 400.0
 _LEFT = 128.0  # the column of names beside dots
@@ -182,33 +183,25 @@ def _lines(axes: Axes, chart: parts.Lines) -> Drawn:
 
 def _curve(axes: Axes, chart: parts.Lines, line: parts.Line) -> Line2D:
     """Draws a line; gives what stands for it in the legend."""
-    shown = [
-        y is not None and (y > 0 or not chart.log_y) and (x > 0 or not chart.log_x)
-        for x, y in zip(line.x, line.y, strict=True)
-    ]
-    alone = [  # a point between two gaps
-        place
-        for place, there in enumerate(shown)
-        if there and not any(shown[max(0, place - 1) : place] + shown[place + 1 : place + 2])
-    ]
+    x, y, low, high, limit = (
+        np.array(values, float) for values in (line.x, line.y, line.low, line.high, line.limit)
+    )
+    shown = np.isfinite(y) & ((y > 0) | (not chart.log_y)) & ((x > 0) | (not chart.log_x))
+    beside = np.pad(shown, 1)
+    alone = np.flatnonzero(shown & ~beside[:-2] & ~beside[2:]).tolist()  # between two gaps
     colour, dashes = _HEX[line.look[0]], line.look[1]
     own: dict[str, Any] = {"color": colour, "linestyle": dashes}
     if line.wide:
         own |= {"linewidth": 5, "alpha": 0.45, "zorder": 1.9}
-    axes.plot(line.x, _gaps(line.y), marker="o", markersize=5, markevery=alone, **own)
+    axes.plot(x, y, marker="o", markersize=5, markevery=alone, **own)
     if any(line.limit):
-        axes.plot(line.x, _gaps(line.limit), color=colour, linewidth=1.2, linestyle=_DOTTED)
-    if any(low != high for low, high in zip(line.low, line.high, strict=True)):
-        low, high = _gaps(line.low), _gaps(line.high)
-        axes.fill_between(line.x, low, high, color=colour, alpha=0.22, linewidth=0)
+        axes.plot(x, limit, color=colour, linewidth=1.2, linestyle=_DOTTED)
+    if (low < high).any():
+        axes.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
     if line.mark is not None:
         at, value = line.mark
         axes.plot(at, value, "o", color=colour, markersize=9, markeredgecolor=_HEX["card"])
     return Line2D([], [], **own)
-
-
-def _gaps(values: Values) -> list[float]:
-    return [math.nan if value is None else value for value in values]
 
 
 # ---- bars and dots

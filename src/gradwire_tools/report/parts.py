@@ -120,15 +120,15 @@ Chart = Lines | Bars | Dots | Tiles
 def looks(names: Iterable[str]) -> dict[str, Look]:
     """How each name is drawn in every chart. Torch's methods are grey and blue, and others beside
     them warm; where there are none of torch's, others have all colours."""
-    distinct = list(dict.fromkeys(names))
+    distinct = dict.fromkeys(names)
     torchs = [name for name in distinct if name.startswith("torch")]
-    others = [name for name in distinct if name not in torchs]
+    others = [name for name in distinct if not name.startswith("torch")]
     found = {}
     for colours, family in ((_TORCH, torchs), (_WARM if torchs else PALETTE, others)):
         for place, name in enumerate(family):
             turn, colour = divmod(place, len(colours))
             found[name] = (colours[colour], _DASHES[turn % len(_DASHES)])
-    return {name: found[name] for name in distinct}
+    return found
 
 
 def series(points: Iterable[Sequence[Any]], solid: str = "") -> list[Line]:
