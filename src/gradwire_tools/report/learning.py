@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gradwire_tools.bench.lengths import length
-from gradwire_tools.bench.quantities import (
-    DASH,
-    digits,
-    faster,
-    percent,
-    plural,
-    reach,
-    seconds,
-    than,
-)
+from gradwire_tools.bench.quantities import DASH, digits, percent, plural, reach, seconds
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report import gain
 from gradwire_tools.report.gain import Gain, Standing
@@ -150,16 +141,16 @@ def _time_compared(
     row: Row, baseline: Row, resolved: Mapping[str, gain.Resolution]
 ) -> tuple[str, str]:
     mine, theirs = gain.paired((row, baseline), "time_to_target")
-    both = {one["method"]: one["time_to_target"] for one in (row, baseline)}
-    gap, timing = gain.known_to(resolved, both)
+    time, other, name = row["time_to_target"], baseline["time_to_target"], baseline["method"]
+    gap, timing = gain.known_to(resolved, {row["method"]: time, name: other})
     verdict = gain.by_seeds(mine, theirs, gap + timing)
-    compared = faster(*both.values())
-    told = f"reaches it {than(compared, baseline['method'])}"
+    compared, told = gain.beside(time, other, name)
+    told = f"reaches it {told}"
     if one_seed(row):
         return told, compared
     why = ", within noise"
     if verdict is Standing.NOISE:
-        told, compared = f"reaches it in about the time of {baseline['method']}", ""
+        told, compared = f"reaches it in about the time of {name}", ""
         if gain.by_seeds(mine, theirs) is not Standing.NOISE:
             why += f": evaluations are up to {seconds(gap)} apart"
             if timing:

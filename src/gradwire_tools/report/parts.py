@@ -158,19 +158,10 @@ _NUMBER = re.compile(rf"{DASH}|[-+]?\d[\d.,e+-]*×?( ({_UNIT})( to .*)?)?")
 
 @dataclass(frozen=True)
 class Table:
-    """A table; every row has a cell per heading. A long one is folded; a narrow one
-    stands beside its chart, where the screen is wide."""
+    """A table; every row has a cell per heading."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-    @property
-    def folded(self) -> bool:
-        return len(self.rows) > 24
-
-    @property
-    def narrow(self) -> bool:
-        return len(self.headings) <= 6 and not self.folded
 
     @property
     def numbers(self) -> list[bool]:

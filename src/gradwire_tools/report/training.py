@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import lengths
-from gradwire_tools.bench.quantities import DASH, faster, network, percent, plural, rate, than
+from gradwire_tools.bench.quantities import DASH, network, percent, plural, rate
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report import costs, gain, learning
 from gradwire_tools.report.gain import Gain, Standing
@@ -81,10 +81,9 @@ def headline(rows: Sequence[Row]) -> list[str]:
     standing = gain.of_summaries(summaries, evaluations)[best["method"]].standing
     if standing is gain.Standing.NOISE:
         return [f"{best['method']} trains to the same loss in the time of {bar['method']}{where}."]
-    told = ", and ".join(
-        than(faster(best["time_to_target"], row["time_to_target"]), row["method"])
-        for row in [bar, *(row for row in reached if row["method"] == baselines.full)]
-    )
+    against = [bar, *(row for row in reached if row["method"] == baselines.full)]
+    key = "time_to_target"
+    told = ", and ".join(gain.beside(best[key], r[key], r["method"])[1] for r in against)
     return [f"{best['method']} trains to the same loss {told}{where}."]
 
 
