@@ -52,7 +52,6 @@ class Standing(enum.Enum):
     UNKNOWN = "not known"  # no 16-bit baseline, or no target
 
 
-JUDGED = (Standing.GAIN, Standing.LOSS)
 Endings = dict[Standing, tuple[str, str]]  # of a clause, and of a cell
 _ENDINGS = {
     Standing.GAIN: ("", ""),
@@ -149,7 +148,7 @@ class Gain:
     @property
     def text(self) -> str:
         """ "2.41 times faster"; in words alone without a ratio."""
-        if self.standing in JUDGED:
+        if self.standing in (Standing.GAIN, Standing.LOSS):
             return faster(1.0, self.ratio or 1.0)
         if self.standing is Standing.UNJUDGED and self.ratio is not None:
             return f"{faster(1.0, self.ratio)}, {self.standing.value}"
