@@ -345,7 +345,7 @@ def _learned(row: Row, full: Row | None) -> list[str]:
     """The last loss, and how it compares with fp32's."""
     if row["final_loss"] is None:
         return ["not finite", DASH]
-    return [digits(row["final_loss"], 4), learning.loss_verdict(row, full)[0]]
+    return [digits(row["final_loss"], 4), learning.loss_verdict(row, full)[1]]
 
 
 def _gain(gain: Gain) -> str:

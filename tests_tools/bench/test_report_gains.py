@@ -10,7 +10,7 @@ from report_rows import METHODS, RUN, sharded_rows, train_rows
 
 from gradwire_tools.bench.train.view import table
 from gradwire_tools.report import draw, learning, page
-from gradwire_tools.report.gain import Gain, Resolution, Standing, judged, of_summaries, paired
+from gradwire_tools.report.gain import Gain, Standing, judged, of_summaries, paired
 from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, Section, Tiles
 
 FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
@@ -34,7 +34,7 @@ def test_gain_is_against_the_better_16_bit_baseline() -> None:
     times = {FP16: [10.0, 10.0, 10.0], "a": [9.0, 9.0, 9.0]}
     assert judged(times, {})["a"].standing is Standing.GAIN
     # Evaluations are further apart than that.
-    assert judged(times, {FP16: Resolution(1.5)})["a"].standing is Standing.NOISE
+    assert judged(times, {FP16: (1.5, 0.0)})["a"].standing is Standing.NOISE
     # Without a 16-bit baseline nothing is known.
     assert judged({"a": [1.0]}, {})["a"].standing is Standing.UNKNOWN
     assert judged({FP16: [None], "a": [1.0]}, {})["a"].standing is Standing.ONLY
@@ -50,29 +50,7 @@ def evaluations(losses: dict[str, list[float]], seconds: dict[str, float]) -> li
     ]  # fmt: skip
 
 
-def test_utility_at_several_targets() -> None:
-    """The method saves less at lower targets, never more than the time between two evaluations, and
-    does not reach fp32's last loss."""
-    full = [9.0, 5.0, 4.0, 3.0, 2.5, 2.0]
-    rows = evaluations(
-        {"torch-fp32": full, FP16: full, "a": [9.0, 5.0, 4.0, 3.5, 2.6, 2.55, 2.5, 2.45]},
-        {"torch-fp32": 4.0, FP16: 2.0, "a": 1.0},
-    )
-    found = learning.at_targets(rows)
-    assert found is not None
-    assert found.table is not None
-    assert list(found.table.headings[1:]) == [
-        "loss 5.000, step 10", "loss 4.000, step 20", "loss 3.000, step 30",
-        "loss 2.500, step 40", "loss 2.000, step 50",
-    ]  # fmt: skip
-    texts = {row[0]: list(row[1:]) for row in found.table.rows}
-    assert texts["a"] == [
-        *["within noise"] * 4, "target not reached",
-    ]  # fmt: skip
-    assert texts["torch-fp32"][-1] == "2.00 times slower"
-    told = "is within noise at 4 of 5 targets; does not reach 1 of 5 targets"
-    assert found.answers == [f"a: {told}."]
-    # Targets are those of each seed.
+def test_utility_is_at_the_target_of_each_seed() -> None:
     rows = evaluations({"torch-fp32": [9.0, 4.0], FP16: [9.0, 4.0]}, {"torch-fp32": 2.0, FP16: 1.0})
     for row in rows:
         row["loss"] += row["seed"]

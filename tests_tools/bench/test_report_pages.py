@@ -1,4 +1,5 @@
-"""What the report's pages say of stored rows: headings, sentences, tables, and words in charts.
+"""What the report's pages say of stored rows: headings, sentences, tables, and words in charts;
+nothing is fetched, nothing unescaped.
 
 `report_pages.txt` has all of it; `pytest tests_tools/bench/test_report_pages.py --update-golden`
 writes it anew, and its difference is a line of the changelog.
@@ -9,8 +10,11 @@ from __future__ import annotations
 import html.parser
 import itertools
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_rows import (
@@ -28,6 +32,8 @@ from report_rows import (
     RUN,
     SIMULATED,
     SIMULATED_SHARDED,
+    SWEPT,
+    TRANSPORT,
     adapted,
     aggregator_row,
     error_row,
@@ -35,7 +41,10 @@ from report_rows import (
     train_rows,
 )
 
+from gradwire.errors import ConfigError
 from gradwire_tools import report
+from gradwire_tools.bench import quantities
+from gradwire_tools.report import page
 
 STORED = Path(__file__).with_name("report_pages.txt")
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -84,20 +93,40 @@ BLOCKS = ("h1", "h2", "h3", "p", "li", "figcaption", "summary", "tr", "svg", "fo
 WORD = re.compile(r"[^\W\d_]{2}")
 
 
-class Words(html.parser.HTMLParser):
-    """A line for each heading, sentence and row of a table; of a chart its words, sorted, without
-    the numbers along its axes and without what has no room."""
+class Page(html.parser.HTMLParser):
+    """Checks that tags nest, that names differ, and that nothing is fetched or runs.
+
+    It has a line for each heading, sentence and row of a table; of a chart its words, sorted,
+    without the numbers along its axes and without what has no room.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.names: list[str] = []
+        self.text = ""
         self.inside: list[str] = []
         self.lines: list[str] = []
         self.cells: list[str] = []
-        self.tag = ""
+        self.titled = 0
         self.feed(page)
+        assert not self.open
+        assert len(set(self.names)) == len(self.names)
+        assert {link.removeprefix("#") for link in self.links} <= {*self.names}  # nothing else
+        assert self.titled == page.count(' role="img"')
+        assert not {"script", "img", "iframe"} & {*self.tags}
+        assert "url(" not in page
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.tag = tag
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "br", "img", "input"):
+            self.open.append(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+        self.links += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href") and v]
+        self.names += [str(v) for k, v in attrs if k == "id"]
+        self.titled += tag == "title" and "svg" in self.open
         if "svg" not in self.inside and tag in BLOCKS:
             self.inside.append(tag)
             self.cells = []
@@ -105,6 +134,7 @@ class Words(html.parser.HTMLParser):
             self.cells.append("")
 
     def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
         if self.inside and tag == self.inside[-1]:
             self.inside.pop()
             if tag == "svg":
@@ -113,8 +143,9 @@ class Words(html.parser.HTMLParser):
             self.lines.append(f"{tag}: {' | '.join(self.cells)}")
 
     def handle_data(self, data: str) -> None:
+        self.text += data
         told = " ".join(data.split())
-        if not self.inside or not told or self.tag == "title":
+        if not self.inside or not told or self.tags[-1] == "title":
             return
         if self.inside[-1] in ("svg", "tr") and not self.cells:
             self.cells.append("")
@@ -137,9 +168,101 @@ def test_pages_say_what_they_said(pytestconfig: pytest.Config) -> None:
         {**row, "task": name.split()[0]} for name, rows in TRAININGS.items() for row in rows
     ]
     found = "".join(
-        "\n".join([f"==== {name}", *Words(report.render(rows)).lines, ""])
+        "\n".join([f"==== {name}", *Page(report.render(rows)).lines, ""])
         for name, rows in pages.items()
     )
     if pytestconfig.getoption("update_golden"):
         STORED.write_text(found)
     assert found.splitlines() == STORED.read_text().splitlines()
+
+
+KEPT = ("evaluation", "summary", "validation", "total", "layer", "300mbit,1ms")
+
+
+def _hostile(value: Any) -> Any:
+    if isinstance(value, str) and value not in KEPT:
+        return f"{value}</td></svg></style><script>alert(1)</script>\"' onload=x &amp;"
+    if isinstance(value, dict):
+        return {key: _hostile(one) for key, one in value.items()}
+    return value
+
+
+def test_hostile_strings_stay_text() -> None:
+    rows = [{key: _hostile(value) for key, value in row.items()} for row in EVERYTHING]
+    rows.append({"<script>alert(2)</script>": "<img src=x onerror=alert(3)>"})
+    parsed = Page(page.render(rows, _hostile("title")))
+    assert "<script>alert(2)</script>" in parsed.text
+
+
+def test_rows_without_values_are_drawn_all_the_same() -> None:
+    rows = train_rows()
+    for row in rows:
+        for key in (
+            *("loss", "final_loss", "target", "time_to_target", "ideal_step_seconds"),
+            *("step_seconds", "wire_bytes", "step_seconds_quartiles"),
+        ):
+            if key in row:
+                row[key] = None
+        for key in ("time_to_target_by_seed", "final_loss_by_seed", "parameters", "run"):
+            row.pop(key, None)
+    assert "not finite" in Page(page.render(rows)).text
+    Page(page.render([row for row in train_rows() if row["row"] == "evaluation"]))
+    Page(page.render([row for row in train_rows() if row["row"] == "summary"]))
+    Page(page.render([{**COLLECTIVE, "net": "none", "limit_seconds": None, "of_limit": None}]))
+    zero = {**COLLECTIVE, "seconds": 0.0, "limit_seconds": 0.0, "method": "torch-fp16-hook"}
+    Page(page.render([zero, {**COLLECTIVE, "seconds": 0.0}]))
+    Page(page.render([{**KERNEL, "of_limit": 0.0}]))
+    Page(page.render([{**TRANSPORT[0], "latency_us": 0.0, "bytes": 1}]))
+    Page(page.render([{**SWEPT[0], "seconds": 0.0, "limit_seconds": None}]))
+    Page(page.render([{**SWEPT[0], "value": "fp16"}, {**SWEPT[1], "value": "fp32"}]))
+
+
+def test_a_page_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="no rows to report on"):
+        page.render([])
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(KERNEL))
+    with pytest.raises(ConfigError, match=r"cannot write .*no-folder"):
+        report.write([file], tmp_path / "no-folder" / "report.html")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "gradwire\[report\]"'):
+        report.check_packages()
+
+
+def test_the_picture_is_of_one_run(tmp_path: Path) -> None:
+    """What it shows, docs/pictures/ has."""
+    file, drawn = tmp_path / "rows.jsonl", tmp_path / "picture.svg"
+    again = [{**row, "run": {**RUN, "date": "later"}} for row in train_rows()]
+    other = [{**row, "task": "image"} for row in train_rows("none")]
+    for rows, runs in (([KERNEL], 0), ([*train_rows(), *again], 2), ([*train_rows(), *other], 2)):
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        with pytest.raises(ConfigError, match=f"these files have {runs} such runs"):
+            report.picture([file], drawn)
+    file.write_text("\n".join(json.dumps(row) for row in train_rows()))
+    report.picture([file], drawn)
+    assert "gpt, 4 ranks, 300 Mbit/s, 1 ms latency" in Page(drawn.read_text()).text
+
+
+QUANTITIES: dict[Callable[[Any], str], list[tuple[Any, str]]] = {
+    quantities.seconds: [
+        (None, "–"), (0, "0 s"), (12.345, "12.3 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.80 µs")
+    ],
+    quantities.size: [(None, "–"), (0, "0 B"), (999, "999 B"), (2_350_000_000, "2.35 GB")],
+    quantities.digits: [
+        (0, "0"), (1234.5, "1234"), (0.00123, "0.00123"), (1e-9, "1.00e-09"), (math.inf, "inf")
+    ],
+    quantities.network: [
+        ("300mbit,1ms", "300 Mbit/s, 1 ms latency"), ("none", "loopback, no network emulated"),
+        ("1.5gbit,200us", "1.5 Gbit/s, 200 µs latency"), ("<odd>", "<odd>"),
+    ],
+    quantities.short: [
+        (0.0, "0"), (0.001, "0.001"), (1e-4, "1e-4"), (2.5e-5, "2.5e-5"), (2500.0, "2.5k")
+    ],
+}  # fmt: skip
+
+
+def test_quantities_are_short() -> None:
+    for spelled, cases in QUANTITIES.items():
+        assert [(value, spelled(value)) for value, _ in cases] == cases

@@ -1,34 +1,163 @@
-"""The report on benchmarks of single parts: `bench aggregators`, `bench collectives`, `bench
-kernels`, `bench transports` and `bench profile`."""
+"""The report on what a training step costs, in time and in bytes, and on benchmarks of single
+parts: `bench aggregators`, `bench collectives`, `bench kernels`, `bench transports` and `bench
+profile`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from gradwire_tools.bench.quantities import DASH, digits, faster, network, plural, seconds, than
-from gradwire_tools.bench.train.baselines import FULL, SIXTEEN_BIT
-from gradwire_tools.report.gain import Verdict, by_spreads
-from gradwire_tools.report.parts import Bar, Bars, Dots, Lines, Question, Section, series, table
+from gradwire_tools.bench.lengths import per_step
+from gradwire_tools.bench.quantities import (
+    DASH,
+    digits,
+    network,
+    percent_of,
+    plural,
+    rate,
+    reach,
+    seconds,
+)
+from gradwire_tools.bench.train.baselines import FULL, SIXTEEN_BIT, Baselines
+from gradwire_tools.report.gain import Standing, against
+from gradwire_tools.report.parts import COMPUTING, Bar, Bars, Dots, Question, Section, lines, table
 from gradwire_tools.report.rows import Row, grouped
-from gradwire_tools.report.steps import middle_half
+
+# ---- the step of a training
+
+_UNRECORDED = "; the spread of the steps is not recorded, so this is not judged"
+_STEPS = {
+    Standing.LOSS: (": it does not pay here", ""),
+    Standing.NOISE: (": the middle halves of the steps overlap", "about as fast"),
+    Standing.SPREADLESS: (_UNRECORDED, Standing.SPREADLESS.value),
+}
+
+
+def steps(summaries: Sequence[Row]) -> Question:
+    """Median step, its quartiles, and its parts; what no row carries is said to be not known."""
+    baselines = Baselines.of_rows(summaries)
+    baseline = baselines.best(summaries, "step_seconds")
+    drawn, shown, answers, spent = [], [], [], []
+    for row in summaries:
+        whole, kernels = row["step_seconds"], row.get("kernel_seconds")
+        exposed, computing = None, row["ideal_step_seconds"]
+        if whole is not None and computing is not None:
+            exposed = max(0.0, whole - computing)
+        if whole is not None:
+            parts = [whole] if exposed is None else [whole - exposed, exposed]
+            drawn.append(Bar(row["method"], parts, row.get("step_seconds_quartiles")))
+        told, cell = against(row, baseline, "step_seconds", _STEPS, "one of ")
+        if told and row["method"] != baselines.full:
+            answers.append(f"A step of {row['method']} is {told}.")
+        if kernels is not None and whole:
+            spent.append(
+                f"{row['method']} spends {seconds(kernels)} of a step in its kernels, "
+                f"{percent_of(kernels / whole)} of the step's time."
+            )
+        shown.append({**row, "against": cell, "exposed": seconds(exposed)})
+    spent.append(
+        "Parts overlap and do not add up. Kernels are encoding, merging and decoding together, "
+        "with checksums; no benchmark times encoding and decoding apart. The wire is what the "
+        "bytes take at the network's rate, by calculation; all else is measured."
+    )
+    return Question(
+        "How long does a step take, and where does it go?",
+        [*answers, *spent],
+        Bars(drawn, parts=COMPUTING) if drawn else None,
+        "Median step of rank 0. Computing is a step without communication, measured at the end of "
+        "the same run; the rest is communication that computing does not hide. "
+        "The spread is that of the middle half of the steps.",
+        table(
+            shown,
+            "method | step = step_seconds | middle half = half | computing = ideal_step_seconds | "
+            "exposed | waiting after backward = waiting | kernels | wire at full rate = wire | "
+            "against {name} = against",
+            name=baselines.against(baseline),
+            half=lambda row: _middle_half(row, "step_seconds"),
+            waiting=lambda row: _known(row.get("exposed_seconds")),
+            kernels=lambda row: _known(row.get("kernel_seconds")),
+            wire=_wire,
+        ),
+    )
+
+
+def _middle_half(row: Row, key: str) -> str:
+    return reach(row.get(f"{key}_quartiles") or (), seconds, "not recorded")
+
+
+def _known(time: float | None) -> str:
+    return "not known" if time is None else seconds(time)
+
+
+def _wire(row: Row) -> str:
+    bits, sent = rate(row["net"]), per_step(row, "wire_bytes")
+    if sent is None:
+        return _known(None)
+    return seconds(8 * sent / bits) if bits and math.isfinite(bits) else "no network"
+
+
+_SENT = ("wire_bytes", "link_bytes", "weights_wire_bytes", "gradients_wire_bytes")
+
+
+def sent(summaries: Sequence[Row]) -> Question:
+    """Bytes per rank and step, by the method's own count and by the kernel's."""
+    baselines = Baselines.of_rows(summaries)
+    baseline = baselines.best(summaries, "step_seconds")
+    name = baselines.against(baseline)
+    base = None if baseline is None else per_step(baseline, "wire_bytes")
+    drawn, shown, answers = [], [], []
+    for row in summaries:
+        mine, cell = per_step(row, "wire_bytes"), DASH
+        if mine is not None:
+            drawn.append(Bar(row["method"], [mine]))
+        if mine and base and row is not baseline:
+            ratio, cell, word = mine / base, "as many", "as"
+            if f"{ratio:.2f}" != "1.00":
+                fewer, word = "more" if ratio > 1 else "fewer", "than"
+                cell = f"{digits(max(ratio, 1 / ratio))} times {fewer}"
+            if row["method"] != baselines.full:
+                answers.append(f"{row['method']} sends {cell} bytes {word} {name}.")
+        sent_per_step = {key: per_step(row, key) for key in _SENT}
+        shown.append({**row, "all_bytes": row["wire_bytes"], "against": cell, **sent_per_step})
+    sharded = any("weights_wire_bytes" in row for row in summaries)
+    by_kind = "weights, per step = weights_wire_bytes | gradients, per step = gradients_wire_bytes"
+    by_kind = f"{by_kind} | " if sharded else ""
+    return Question(
+        "How many bytes are sent?",
+        answers,
+        Bars(drawn, "per rank and step", sizes=True) if drawn else None,
+        "Sent by rank 0: torch's methods by formula, gradwire as counted, headers included. The "
+        "link is what the network interface counted, TCP and IP included. Memory is what a method "
+        f"holds beyond plain {'FSDP2' if sharded else 'DDP'}, where it counts it.",
+        table(
+            shown,
+            f"method | per step = wire_bytes | against {{name}} = against | {by_kind}"
+            "on the link, per step = link_bytes | in all = all_bytes | memory = peak_extra_bytes",
+            name=name,
+        ),
+    )
+
 
 # ---- bench aggregators
 
 
 def aggregators(rows: Sequence[Row]) -> Section:
     """Of one task, number of ranks and size."""
-    first = rows[0]
-    drawn = []
+    first, by_method = rows[0], {row["method"]: row for row in rows}
+    drawn, answers = [], []
     for row in rows:
         cost, share = max(0.0, row["ms_per_million"]) / 1e3, min(1.0, row["orthogonal_share"] or 0)
         limit = row["limit_seconds"] * 1e6 / row["numel"]
         drawn.append(Bar(row["method"], [cost * (1 - share), cost * share], limit=limit))
+        name, *options = row["method"].split(":")
+        rank = next((one for one in options if one.startswith("rank=")), None)
+        torch = by_method.get(f"torch-powersgd:{rank}")
+        if name == "powersgd" and torch is not None and torch["seconds"] > 0:
+            ratio = digits(row["seconds"] / torch["seconds"])
+            answers.append(f"{row['method']} takes {ratio} of the CPU time of torch's hook.")
     question = Question(
         "What does a method cost in CPU time?",
-        [
-            *_beside_torch(rows),
-            "These rows have no spread, so differences are given, and not judged.",
-        ],
+        [*answers, "These rows have no spread, so differences are given, and not judged."],
         Bars(drawn, "per million values", ("other work", "orthogonalisation")),
         "CPU time of the process per backward and million values, beyond that of a hook that does "
         "nothing: median over turns, mean over ranks. The limit is a copy of the gradients in the "
@@ -46,34 +175,24 @@ def aggregators(rows: Sequence[Row]) -> Section:
     return Section(f"Cost of averaging the gradients of {first['task']}", [about], [question])
 
 
-def _beside_torch(rows: Sequence[Row]) -> list[str]:
-    """PowerSGD's methods against torch's hook of the same rank."""
-    by_method = {row["method"]: row for row in rows}
-    answers = []
-    for row in rows:
-        name, *options = row["method"].split(":")
-        rank = next((one for one in options if one.startswith("rank=")), None)
-        torch = by_method.get(f"torch-powersgd:{rank}")
-        if name == "powersgd" and torch is not None and torch["seconds"] > 0:
-            ratio = digits(row["seconds"] / torch["seconds"])
-            answers.append(f"{row['method']} takes {ratio} of the CPU time of torch's hook.")
-    return answers
-
-
 # ---- bench collectives
+
+
+_ALL_REDUCES = {
+    Standing.NOISE: (", within noise", Standing.NOISE.value),
+    Standing.SPREADLESS: (" (spread unknown)", Standing.SPREADLESS.value),
+}
 
 
 def collectives(rows: Sequence[Row]) -> Section:
     """Of one number of ranks, network and size."""
     first = rows[0]
     baseline = next((row for row in rows if row["method"] == SIXTEEN_BIT), None)
-    half = "seconds_quartiles"
-    drawn = [
-        Bar(row["method"], [row["seconds"]], row.get(half), row["limit_seconds"]) for row in rows
-    ]
-    shown, answers = [], []
+    drawn, shown, answers = [], [], []
     for row in rows:
-        told, cell = _against(row, baseline)
+        spread = row.get("seconds_quartiles")
+        drawn.append(Bar(row["method"], [row["seconds"]], spread, row["limit_seconds"]))
+        told, cell = against(row, baseline, "seconds", _ALL_REDUCES)
         if told and row["method"] != FULL:
             error = digits(row["nmse"], 2)
             answers.append(f"{row['method']} is {told}; its average has an NMSE of {error}.")
@@ -97,7 +216,7 @@ def collectives(rows: Sequence[Row]) -> Section:
             f"against {SIXTEEN_BIT} = against | limit = limit_seconds | limit / time = of_limit | "
             "sent per rank = wire_bytes | NMSE = nmse",
             by=lambda row: f"{row['algorithm']}, {row.get('transport', DASH)}",
-            half=lambda row: middle_half(row, half),
+            half=lambda row: _middle_half(row, "seconds"),
         ),
     )
     per_node = first.get("per_node") or 1
@@ -106,27 +225,13 @@ def collectives(rows: Sequence[Row]) -> Section:
     return Section(f"All-reduce of {digits(first['numel'] / 1e6)} M values", [about], [question])
 
 
-def _against(row: Row, baseline: Row | None) -> tuple[str, str]:
-    """A row against the baseline, in a sentence and in the table."""
-    if baseline is None or row is baseline or not baseline["seconds"]:
-        return "", DASH
-    verdict = by_spreads(*(one.get("seconds_quartiles") for one in (row, baseline)))
-    compared = faster(row["seconds"], baseline["seconds"])
-    told = than(compared, baseline["method"])
-    if verdict is Verdict.NOISE:
-        return f"about as fast as {baseline['method']}, within noise", verdict.value
-    if verdict is Verdict.UNKNOWN:
-        return f"{told} ({verdict.value})", f"{compared}, {verdict.value}"
-    return told, compared
-
-
 # ---- bench kernels
 
 
-def kernels(rows: Sequence[Row]) -> list[Section]:
+def kernels(rows: Sequence[Row]) -> Section:
     """One section, with a chart per device, target, number of threads and size."""
-    runs = grouped(rows, "device", "target", "threads", "numel")
-    return [Section("Kernels", (), [_kernels(mine, len(runs) > 1) for mine in runs.values()])]
+    runs = grouped(rows, "device", "target", "threads", "numel").values()
+    return Section("Kernels", (), [_kernels(mine, len(runs) > 1) for mine in runs])
 
 
 def _kernels(rows: Sequence[Row], several: bool) -> Question:
@@ -169,14 +274,14 @@ def _kernels(rows: Sequence[Row], several: bool) -> Question:
 # ---- bench transports
 
 
-def transports(rows: Sequence[Row]) -> list[Section]:
+def transports(rows: Sequence[Row]) -> Section:
     """Latency against size, and throughput."""
-    drawn = series((row["transport"], "", row["bytes"], row["latency_us"]) for row in rows)
+    points = [(row["transport"], "", row["bytes"], row["latency_us"]) for row in rows]
     sizes = sorted({row["bytes"] for row in rows})
     question = Question(
         "How long does a message take between two processes?",
         (),
-        Lines(drawn, "bytes of a message", "latency, µs", log_x=True, log_y=True, x_ticks=sizes),
+        lines(points, "bytes of a message", "latency, µs", log_x=True, log_y=True, x_ticks=sizes),
         "Half the time there and back; medians over messages and turns.",
         table(
             rows,
@@ -185,7 +290,7 @@ def transports(rows: Sequence[Row]) -> list[Section]:
             flight=lambda row: f"{digits(row['gbps'])} GB/s",
         ),
     )
-    return [Section("Transports", ["Two processes of one machine, in turns."], [question])]
+    return Section("Transports", ["Two processes of one machine, in turns."], [question])
 
 
 # ---- bench profile

@@ -15,6 +15,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+import numpy as np
 from matplotlib import style, ticker
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -26,8 +27,8 @@ from matplotlib.patches import Patch, Rectangle
 from gradwire_tools.bench import quantities
 from gradwire_tools.bench.quantities import short, times
 from gradwire_tools.report import parts
-from gradwire_tools.report.gain import Gain, Standing, strength
-from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, PALETTE, Values, looks
+from gradwire_tools.report.gain import Gain, Standing
+from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, PALETTE, looks
 
 WIDTH = 400.0
 _LEFT = 128.0  # the column of names beside dots
@@ -182,33 +183,25 @@ def _lines(axes: Axes, chart: parts.Lines) -> Drawn:
 
 def _curve(axes: Axes, chart: parts.Lines, line: parts.Line) -> Line2D:
     """Draws a line; gives what stands for it in the legend."""
-    shown = [
-        y is not None and (y > 0 or not chart.log_y) and (x > 0 or not chart.log_x)
-        for x, y in zip(line.x, line.y, strict=True)
-    ]
-    alone = [  # a point between two gaps
-        place
-        for place, there in enumerate(shown)
-        if there and not any(shown[max(0, place - 1) : place] + shown[place + 1 : place + 2])
-    ]
+    x, y, low, high, limit = (
+        np.array(values, float) for values in (line.x, line.y, line.low, line.high, line.limit)
+    )
+    shown = np.isfinite(y) & ((y > 0) | (not chart.log_y)) & ((x > 0) | (not chart.log_x))
+    beside = np.pad(shown, 1)
+    alone = np.flatnonzero(shown & ~beside[:-2] & ~beside[2:]).tolist()  # between two gaps
     colour, dashes = _HEX[line.look[0]], line.look[1]
     own: dict[str, Any] = {"color": colour, "linestyle": dashes}
     if line.wide:
         own |= {"linewidth": 5, "alpha": 0.45, "zorder": 1.9}
-    axes.plot(line.x, _gaps(line.y), marker="o", markersize=5, markevery=alone, **own)
+    axes.plot(x, y, marker="o", markersize=5, markevery=alone, **own)
     if any(line.limit):
-        axes.plot(line.x, _gaps(line.limit), color=colour, linewidth=1.2, linestyle=_DOTTED)
-    if any(low != high for low, high in zip(line.low, line.high, strict=True)):
-        low, high = _gaps(line.low), _gaps(line.high)
-        axes.fill_between(line.x, low, high, color=colour, alpha=0.22, linewidth=0)
+        axes.plot(x, limit, color=colour, linewidth=1.2, linestyle=_DOTTED)
+    if (low < high).any():
+        axes.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
     if line.mark is not None:
         at, value = line.mark
         axes.plot(at, value, "o", color=colour, markersize=9, markeredgecolor=_HEX["card"])
     return Line2D([], [], **own)
-
-
-def _gaps(values: Values) -> list[float]:
-    return [math.nan if value is None else value for value in values]
 
 
 # ---- bars and dots
@@ -297,7 +290,9 @@ def _tiles(axes: Axes, chart: parts.Tiles) -> Drawn:
             corner = (place * wide + 0.002, 40 * at + 16)
             axes.add_patch(Rectangle(corner, wide - 0.004, 22, **tile(gain)))
             middle = (place + 0.5) * wide
-            axes.text(middle, 40 * at + 27, _written(gain), ha="center", va="center")
+            written, _ = _LOOKS[gain.standing if gain else Standing.UNKNOWN]
+            ratio = times(gain.ratio or 1.0) if gain else ""
+            axes.text(middle, 40 * at + 27, written.format(ratio), ha="center", va="center")
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(40 * len(chart.rows), 0)
@@ -307,13 +302,16 @@ def _tiles(axes: Axes, chart: parts.Tiles) -> Drawn:
     return 40 * len(chart.rows), legend, room
 
 
-_SIDES = {Standing.LOSS: LOSS, Standing.NEVER: LOSS, Standing.GAIN: GAIN, Standing.ONLY: GAIN}
-_SIGNS = {Standing.GAIN: "▲ ", Standing.LOSS: "▼ ", Standing.NOISE: "≈ ", Standing.UNJUDGED: "? "}
-_WORDS = {
-    Standing.NEVER: "▼ never",
-    Standing.ONLY: "▲ only it",
-    Standing.TIMING: "timing",
-    Standing.BAR: "1×",
+_LOOKS = {  # what stands on a tile, for the ratio, and its side
+    Standing.GAIN: ("▲ {}", GAIN),
+    Standing.LOSS: ("▼ {}", LOSS),
+    Standing.NOISE: ("≈ {}", ""),
+    Standing.UNJUDGED: ("? {}", ""),
+    Standing.NEVER: ("▼ never", LOSS),
+    Standing.ONLY: ("▲ only it", GAIN),
+    Standing.TIMING: ("timing", ""),
+    Standing.BAR: ("1×", ""),
+    Standing.UNKNOWN: (quantities.DASH, ""),
 }
 _LEGEND = {
     "▼ 4 times slower, or more": Gain(Standing.LOSS, 0.25),
@@ -328,18 +326,11 @@ def tile(gain: Gain | None) -> dict[str, Any]:
     same factor."""
     if gain is None:
         return {"fill": False, "linewidth": 0}
-    if gain.standing in _SIDES:
-        strong = 1.0 if gain.ratio is None else strength(gain.ratio)
+    _, side = _LOOKS[gain.standing]
+    if side:
+        strong = 1.0 if gain.ratio is None else min(1.0, abs(math.log(gain.ratio, 4)))
         opacity = _WEAKEST + (STRONGEST - _WEAKEST) * strong
-        return {"facecolor": (_HEX[_SIDES[gain.standing]], opacity), "linewidth": 0}
+        return {"facecolor": (_HEX[side], opacity), "linewidth": 0}
     unjudged = gain.standing is Standing.UNJUDGED
     border, dashes = ("soft", "--") if unjudged else ("line", "-")
     return {"fill": False, "edgecolor": _HEX[border], "linestyle": dashes}
-
-
-def _written(gain: Gain | None) -> str:
-    if gain is None or gain.standing is Standing.UNKNOWN:
-        return quantities.DASH
-    if gain.standing in _WORDS or gain.ratio is None:
-        return _WORDS[gain.standing]
-    return f"{_SIGNS[gain.standing]}{times(gain.ratio)}"

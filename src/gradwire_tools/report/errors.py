@@ -7,18 +7,10 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradwire_tools.bench.quantities import DASH, digits, plural, reach
-from gradwire_tools.report.parts import (
-    PALETTE,
-    Dots,
-    Lines,
-    Question,
-    Section,
-    Table,
-    series,
-    table,
-)
+from gradwire_tools.report.parts import PALETTE, Dots, Question, Section, Table, lines, table
 from gradwire_tools.report.rows import Row, grouped, run_of
 
 _COMMIT = "commit of the run"
@@ -78,12 +70,12 @@ def _means(rows: Sequence[Row], key: str) -> list[Row]:
     point has none."""
     found = []
     for mine in grouped(rows, "method", "error_feedback", key).values():
-        known = {name: [r[name] for r in mine if r.get(name) is not None] for name in _MEANS}
-        means = {
-            name: statistics.mean(values) if len(values) == len(mine) else None
-            for name, values in known.items()
-        }
-        found.append({**mine[0], **means, "over points": reach(known["nmse"], digits)})
+        means: Row = {}
+        for name in _MEANS:
+            values: list[Any] = [row.get(name) for row in mine]
+            means[name] = None if None in values else statistics.mean(values)
+        errors = [row["nmse"] for row in mine if row["nmse"] is not None]
+        found.append({**mine[0], **means, "over points": reach(errors, digits)})
     return found
 
 
@@ -92,20 +84,21 @@ def _questions(
 ) -> list[Question]:
     """A chart per nine families of methods, a line for each, dashed with error feedback; answers
     and the table stand beside the first."""
-    points: dict[str, list[tuple[str, str, float, float]]] = {}
+    families: dict[str, list[tuple[str, str, float, float]]] = {}
     for row in rows:
         family = f"{row['method'].partition(':')[0]}, {row['algorithm']}"
         if row["packed_bits"] and row[key] is not None:
             note = "error feedback" if row["error_feedback"] else ""
-            points.setdefault(family, []).append((family, note, row["packed_bits"], row[key]))
+            families.setdefault(family, []).append((family, note, row["packed_bits"], row[key]))
     caption = (
         "A line joins the options of one method. Bits are those that a rank feeds into "
         "collectives, without headers; dashed: with error feedback."
     )
-    found, families = [], list(points.values())
-    for at in range(0, len(families), len(PALETTE)):
-        drawn = series(itertools.chain(*families[at : at + len(PALETTE)]))
-        chart = Lines(drawn, "bits per value, packed", "NMSE", (1.0, "sends nothing"), True, True)
+    axes, rule = ("bits per value, packed", "NMSE"), (1.0, "sends nothing")
+    found, points = [], list(families.values())
+    for at in range(0, len(points), len(PALETTE)):
+        some = itertools.chain(*points[at : at + len(PALETTE)])
+        chart = lines(some, *axes, rule=rule, log_x=True, log_y=True)
         found.append(Question(title, (), chart, caption))
     first = found[0] if found else Question(title)
     return [replace(first, answers=answers, table=told), *found[1:]]
@@ -130,20 +123,16 @@ def _step_answers(rows: Sequence[Row]) -> list[str]:
 
 def _sum_answers(rows: Sequence[Row]) -> list[str]:
     """What error feedback does, for methods measured with and without."""
+    answers, fed = [], {}
     known = [row for row in rows if row["nmse_of_sum"] is not None]
-    fed = {
-        (row["method"], row["algorithm"]): row["nmse_of_sum"]
-        for row in known
-        if row["error_feedback"]
-    }
-    answers = []
-    for row in known:
-        method, algorithm, without = (row[k] for k in ("method", "algorithm", "nmse_of_sum"))
-        if not row["error_feedback"] and (method, algorithm) in fed:
-            with_it = fed[method, algorithm]
+    for row in sorted(known, key=lambda row: not row["error_feedback"]):
+        method, error = (row["method"], row["algorithm"]), row["nmse_of_sum"]
+        if row["error_feedback"]:
+            fed[method] = error
+        elif method in fed:
             answers.append(
-                f"{method} by {algorithm} loses {digits(without)} of the sum, with error feedback "
-                f"{digits(with_it)}: {'less' if with_it < without else 'not less'}."
+                f"{' by '.join(method)} loses {digits(error)} of the sum, with error feedback "
+                f"{digits(fed[method])}: {'less' if fed[method] < error else 'not less'}."
             )
     return answers
 
@@ -211,11 +200,9 @@ def _curves(rows: Sequence[Row]) -> list[Question]:
     for (_, _, family), mine in grouped(rows, "at", "sigma", "family").items():
         if family == "mixed" or len({row["reference"] for row in mine}) < 2:
             continue
-        drawn = series(
-            (row["policy"], "", row["error"], row["ratio"]) for row in mine if row["error"]
-        )
+        points = [(row["policy"], "", row["error"], row["ratio"]) for row in mine if row["error"]]
         title = "" if found else "What compression costs what error?"
-        chart = Lines(drawn, "error", "fp32 bytes over payload bytes", log_x=True, log_y=True)
+        chart = lines(points, "error", "fp32 bytes over payload bytes", log_x=True, log_y=True)
         caption = (
             f"{_where(mine[0])}, {family}: a line joins a policy's plans around several "
             "references. Left and up is better."
@@ -234,21 +221,15 @@ def _bits(rows: Sequence[Row]) -> list[Question]:
         plans = {policy: bits for policy, bits in plans.items() if list(bits) == names}
         if set(plans) <= {"uniform"}:
             continue
-        places = list(enumerate(names, start=1))
-        drawn = series(
-            (policy, "", place, bits[name])
-            for policy, bits in plans.items()
-            for place, name in places
-        )
-        cells = [
-            [str(place), name, *(digits(bits[name]) for bits in plans.values())]
-            for place, name in places
-        ]
+        points, cells = [], []
+        for place, name in enumerate(names, start=1):
+            points += [(policy, "", place, bits[name]) for policy, bits in plans.items()]
+            cells.append([str(place), name, *(digits(bits[name]) for bits in plans.values())])
         title = "" if found else "How many bits does each layer get?"
         caption = (
             f"{_where(mine[0])}, {family} around {reference}. Layers in the model's order; those "
             "without a choice, as vectors are, are left out."
         )
-        chart = Lines(drawn, "layer", "payload bits per value")
+        chart = lines(points, "layer", "payload bits per value")
         found.append(Question(title, (), chart, caption, Table(["", "layer", *plans], cells)))
     return found

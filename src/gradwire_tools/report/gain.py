@@ -23,30 +23,79 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire_tools.bench.quantities import DASH, faster
+from gradwire_tools.bench.quantities import DASH, faster, than
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report.rows import Row, grouped
 
+Times = Sequence[float | None]
+# Of a method's times to a loss: the longest time between two evaluations, in seconds; and of
+# composed times, the standard error of the mean timed step, relative to it.
+Resolution = tuple[float, float]
+
+_TIMED_STEPS = 24  # of rows that do not tell
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
 
 
-class Verdict(enum.Enum):
-    """What may be said of a method against a baseline."""
+class Standing(enum.Enum):
+    """How a method compares with a baseline; from UNJUDGED on, of times to a loss alone."""
 
-    LESS = "less"
-    MORE = "more"
+    GAIN = "gain"  # less
+    LOSS = "loss"
     NOISE = "within noise"
     FEW = "too few seeds to judge"
-    UNKNOWN = "spread unknown"
+    SPREADLESS = "spread unknown"
+    UNJUDGED = "not judged"  # one seed, or too few
+    BAR = "the best 16-bit baseline"
+    NEVER = "target not reached"
+    ONLY = "reaches it, the 16-bit baselines do not"
+    TIMING = "for timing only"
+    UNKNOWN = "not known"  # no 16-bit baseline, or no target
 
 
-def by_spreads(mine: Sequence[float] | None, baseline: Sequence[float] | None) -> Verdict:
+Endings = dict[Standing, tuple[str, str]]  # of a clause, and of a cell
+_ENDINGS = {
+    Standing.GAIN: ("", ""),
+    Standing.LOSS: ("", ""),
+    Standing.FEW: (", and so with every seed; these are too few to judge", Standing.FEW.value),
+    Standing.SPREADLESS: ("; the spread over seeds is unknown", Standing.SPREADLESS.value),
+}
+
+
+def by_spreads(mine: Sequence[float] | None, baseline: Sequence[float] | None) -> Standing:
     """Of two quantities with a spread each: (low, high)."""
     if not mine or not baseline:
-        return Verdict.UNKNOWN
+        return Standing.SPREADLESS
     if mine[1] < baseline[0]:
-        return Verdict.LESS
-    return Verdict.MORE if mine[0] > baseline[1] else Verdict.NOISE
+        return Standing.GAIN
+    return Standing.LOSS if mine[0] > baseline[1] else Standing.NOISE
+
+
+def against(
+    row: Row, baseline: Row | None, key: str, endings: Endings, of: str = ""
+) -> tuple[str, str]:
+    """A row's seconds under `key` against the baseline's, by the quartiles of both: `worded`.
+    `of` stands before the baseline's name."""
+    if baseline is None or row is baseline or not baseline[key] or row[key] is None:
+        return "", DASH
+    verdict = by_spreads(*(one.get(f"{key}_quartiles") for one in (row, baseline)))
+    name = of + baseline["method"]
+    if verdict is Standing.NOISE:
+        return worded(verdict, f"about as fast as {name}", "", endings)
+    compared, told = beside(row[key], baseline[key], name)
+    return worded(verdict, told, compared, endings)
+
+
+def beside(mine: float, baseline: float, name: str) -> tuple[str, str]:
+    """A time against the baseline's: "2.50 times faster", and of what."""
+    compared = faster(mine, baseline)
+    return compared, than(compared, name)
+
+
+def worded(verdict: Standing, told: str, compared: str, endings: Endings) -> tuple[str, str]:
+    """A verdict as a clause, which begins with `told`, and as a cell of a table, which begins with
+    `compared`."""
+    ending, word = (_ENDINGS | endings)[verdict]
+    return told + ending, ", ".join(filter(None, (compared, word)))
 
 
 def paired(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float | None]]:
@@ -69,43 +118,24 @@ def paired(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float | Non
 
 def by_seeds(
     mine: Sequence[float | None], baseline: Sequence[float | None], resolution: float = 0.0
-) -> Verdict:
+) -> Standing:
     """Of values with the same seeds, two or more; a mean difference below `resolution` is noise."""
     pairs = [
         (a, b) for a, b in zip(mine, baseline, strict=False) if a is not None and b is not None
     ]
     if len(pairs) < max(2, len(mine), len(baseline)):
-        return Verdict.UNKNOWN
+        return Standing.SPREADLESS
     differences = [a - b for a, b in pairs]
     mean = statistics.mean(differences)
     if abs(mean) <= resolution:
-        return Verdict.NOISE
+        return Standing.NOISE
     freedom = len(differences) - 1
     t = _T95[freedom - 1] if freedom <= len(_T95) else 2.2
     half = t * statistics.stdev(differences) / math.sqrt(len(differences))
     if abs(mean) <= half:
         one_sign = min(differences) > 0 or max(differences) < 0
-        return Verdict.FEW if one_sign else Verdict.NOISE
-    return Verdict.LESS if mean < 0 else Verdict.MORE
-
-
-Times = Sequence[float | None]
-
-_TIMED_STEPS = 24  # of rows that do not tell
-
-
-class Standing(enum.Enum):
-    """How a method compares with the best 16-bit baseline."""
-
-    BAR = "the best 16-bit baseline"
-    GAIN = "gain"
-    LOSS = "loss"
-    NOISE = "within noise"
-    UNJUDGED = "not judged"  # one seed, or too few
-    NEVER = "target not reached"
-    ONLY = "reaches it, the 16-bit baselines do not"
-    TIMING = "for timing only"
-    UNKNOWN = "not known"  # no 16-bit baseline, or no target
+        return Standing.FEW if one_sign else Standing.NOISE
+    return Standing.GAIN if mean < 0 else Standing.LOSS
 
 
 @dataclass(frozen=True)
@@ -125,25 +155,11 @@ class Gain:
         return DASH if self.standing is Standing.UNKNOWN else self.standing.value
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """To what a method's times to a loss are known.
-
-    Attributes:
-        gap: the longest time between two evaluations, in seconds.
-        timing: of composed times, the standard error of the mean timed step, relative to it.
-    """
-
-    gap: float = 0.0
-    timing: float = 0.0
-
-
-def known_to(
-    one: Resolution, time: float | None, other: Resolution, its_time: float | None
-) -> tuple[float, float]:
-    """To what the difference of two times is known, by the evaluations and by the timed steps."""
-    timing = math.hypot(one.timing * (time or 0.0), other.timing * (its_time or 0.0))
-    return max(one.gap, other.gap), timing
+def known_to(resolved: Mapping[str, Resolution], times: Mapping[str, float]) -> Resolution:
+    """To what the difference of two methods' times is known, in seconds each; exactly, where
+    `resolved` lacks them."""
+    both = [(*resolved.get(name, (0.0, 0.0)), time) for name, time in times.items()]
+    return max(gap for gap, *_ in both), math.hypot(*(error * time for _, error, time in both))
 
 
 def judged(
@@ -153,7 +169,7 @@ def judged(
 
     Args:
         found: each method's times to the target, one per seed, in the same order for all.
-        resolved: to what each method's times are known; exactly, where it lacks.
+        resolved: to what each method's times are known.
         timing_only: methods that do not train a model.
     """
     bars = Baselines.among(found).sixteen_bits
@@ -175,21 +191,13 @@ def judged(
         elif method == bar:
             standing, ratio = Standing.BAR, 1.0
         else:
-            ours, its = (resolved.get(name, Resolution()) for name in (method, bar))
-            resolution = sum(known_to(ours, median, its, reached[bar]))
-            standing = _STANDINGS[by_seeds(mine, found[bar], resolution)]
+            known_times = {method: median, bar: reached[bar]}
+            standing = by_seeds(mine, found[bar], sum(known_to(resolved, known_times)))
+            if standing in (Standing.FEW, Standing.SPREADLESS):
+                standing = Standing.UNJUDGED
             ratio = reached[bar] / median
         gains[method] = Gain(standing, ratio)
     return gains
-
-
-_STANDINGS = {
-    Verdict.LESS: Standing.GAIN,
-    Verdict.MORE: Standing.LOSS,
-    Verdict.NOISE: Standing.NOISE,
-    Verdict.FEW: Standing.UNJUDGED,
-    Verdict.UNKNOWN: Standing.UNJUDGED,
-}
 
 
 def of_summaries(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, Gain]:
@@ -207,9 +215,9 @@ def resolutions(
 ) -> dict[str, Resolution]:
     """Of each method's time to the target, else to any loss among the rows at hand. These may be
     fewer than the run's evaluations: at the target, the summary says how far apart these were."""
-    gaps = longest_gaps(evaluations) | (_told_gaps(summaries) if at_target else {})
+    gaps = _gaps(evaluations) | (_told_gaps(summaries) if at_target else {})
     timing = {row["method"]: _timing_error(row) for row in summaries}
-    return {name: Resolution(gaps.get(name, 0.0), timing.get(name, 0.0)) for name in gaps | timing}
+    return {name: (gaps.get(name, 0.0), timing.get(name, 0.0)) for name in gaps | timing}
 
 
 def _timing_error(row: Row) -> float:
@@ -226,12 +234,8 @@ def left_out(summaries: Sequence[Row], evaluations: Sequence[Row]) -> tuple[floa
     """(longest time between two evaluations at hand, the same of the runs), of the method where
     they differ most; None if no evaluation was left out."""
     told = _told_gaps(summaries)
-    differ = [
-        (here, told[method])
-        for method, here in longest_gaps(evaluations).items()
-        if here > 1.01 * told.get(method, here)
-    ]
-    return max(differ, default=None)
+    both = [(here, told.get(method, here)) for method, here in _gaps(evaluations).items()]
+    return max((pair for pair in both if pair[0] > 1.01 * pair[1]), default=None)
 
 
 def _told_gaps(summaries: Sequence[Row]) -> dict[str, float]:
@@ -239,13 +243,12 @@ def _told_gaps(summaries: Sequence[Row]) -> dict[str, float]:
     return {row["method"]: row[key] for row in summaries if row.get(key) is not None}
 
 
-def longest_gaps(evaluations: Sequence[Row]) -> dict[str, float]:
+def _gaps(evaluations: Sequence[Row]) -> dict[str, float]:
     """Each method's longest time between two evaluations, of the rows at hand."""
     found: dict[str, float] = {}
     for (method, _), mine in grouped(evaluations, "method", "seed").items():
         at = sorted(row["seconds"] for row in mine)
-        longest = max((b - a for a, b in itertools.pairwise(at)), default=0.0)
-        found[method] = max(longest, found.get(method, 0.0))
+        found[method] = max([found.get(method, 0.0), *(b - a for a, b in itertools.pairwise(at))])
     return found
 
 
@@ -253,8 +256,3 @@ def _median(values: Times) -> float | None:
     """The median; None if a seed has no value."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known and len(known) == len(values) else None
-
-
-def strength(ratio: float, full: float = 4.0) -> float:
-    """How far a ratio is from 1, the same for 1/ratio: 0 to 1, which `full` and beyond have."""
-    return min(1.0, abs(math.log(ratio)) / math.log(full))

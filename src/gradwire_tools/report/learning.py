@@ -7,28 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gradwire_tools.bench.lengths import length
-from gradwire_tools.bench.quantities import (
-    DASH,
-    digits,
-    faster,
-    percent,
-    plural,
-    reach,
-    seconds,
-    than,
-)
+from gradwire_tools.bench.quantities import DASH, digits, percent, plural, reach, seconds
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report import gain
-from gradwire_tools.report.gain import (
-    Gain,
-    Standing,
-    Verdict,
-    by_seeds,
-    judged,
-    left_out,
-    paired,
-    resolutions,
-)
+from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.parts import Line, Lines, Question, Table, series, table
 from gradwire_tools.report.rows import Row, grouped
 
@@ -39,10 +21,10 @@ _COMPOSED = (
     "included."
 )
 _BAND = "Mean over seeds; the band reaches from the least to the greatest."
-_TIMING = "for timing only"
-_UNSURE = {
-    Verdict.FEW: ", and so with every seed; these are too few to judge",
-    Verdict.UNKNOWN: "; the spread over seeds is unknown",
+_LOSSES = {
+    Standing.GAIN: (", more than noise", "lower"),
+    Standing.LOSS: (", more than noise: it costs accuracy here", "higher"),
+    Standing.NOISE: (", which is within noise", Standing.NOISE.value),
 }
 
 
@@ -77,32 +59,43 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
     baselines = Baselines.of_rows(summaries)
     baseline = baselines.best(summaries, "time_to_target")
     resolved = gain.resolutions(summaries, evaluations)
-    answers = [_target(summaries)] if summaries else []
-    shown = []
-    for row in summaries:
-        if row.get("timing_only"):
-            shown.append({"method": row["method"], "against": _TIMING})
-            continue
-        time, (word, clause) = time_reached(row), _time_verdict(row, baseline, resolved)
-        if time == MISSED:
-            lacking = f"{length([row])}{_some(row)}"
-            answers.append(f"{row['method']} did not reach the target in {lacking}.")
-        elif clause and row["method"] != baselines.full:
-            answers.append(f"{row['method']} {clause}.")
-        seeds = _over_seeds(row, "time_to_target", seconds)
-        shown.append({"method": row["method"], "time": time, "seeds": seeds, "against": word})
+    answers, shown = _by_seeds(
+        summaries, "time_to_target", seconds, lambda row: _time_verdict(row, baseline, resolved)
+    )
+    composed = evaluations and evaluations[0].get("composed")
     return Question(
         "How long until the model reaches the baseline's loss?",
-        answers,
+        [_target(summaries), *answers] if summaries else [],
         against_seconds(evaluations, target) if evaluations else None,
         f"{_BAND} Points: the first evaluation at or below the target. "
-        + (_COMPOSED if evaluations and evaluations[0].get("composed") else _WHOLE),
+        + (_COMPOSED if composed else _WHOLE),
         table(
             shown,
-            "method | time to target = time | over seeds = seeds | against {name} = against",
+            "method | time to target = time | over seeds | against {name} = against",
             name=baselines.against(baseline),
         ),
     )
+
+
+def _by_seeds(
+    summaries: Sequence[Row],
+    key: str,
+    form: Callable[[float], str],
+    verdict: Callable[[Row], tuple[str, str]],
+) -> tuple[list[str], list[Row]]:
+    """Answers, and rows with cells: of `key` over seeds, and by the verdict's clause and cell."""
+    answers, shown = [], []
+    for row in summaries:
+        if row.get("timing_only"):
+            shown.append({"method": row["method"], "against": "for timing only"})
+            continue
+        clause, cell = verdict(row)
+        if clause:
+            answers.append(f"{row['method']} {clause}.")
+        values = [one for one in row.get(f"{key}_by_seed") or () if one is not None]
+        cells = {"time": time_reached(row), "over seeds": reach(values, form), "against": cell}
+        shown.append({**row, **cells})
+    return answers, shown
 
 
 def time_reached(row: Row) -> str:
@@ -111,10 +104,6 @@ def time_reached(row: Row) -> str:
     if time is None:
         return MISSED if row["target"] is not None else DASH
     return seconds(time) if time else "before training"
-
-
-def _over_seeds(row: Row, key: str, form: Callable[[float], str]) -> str:
-    return reach([one for one in row.get(f"{key}_by_seed") or () if one is not None], form)
 
 
 def _target(summaries: Sequence[Row]) -> str:
@@ -129,61 +118,64 @@ def _target(summaries: Sequence[Row]) -> str:
     return f"The target is a validation loss of {digits(target, 4)}: {whose}."
 
 
-def _some(row: Row) -> str:
-    times = row.get("time_to_target_by_seed") or ()
-    reached = sum(time is not None for time in times)
-    return f" with {len(times) - reached} of {plural(len(times), 'seed')}" if reached else ""
-
-
 def _time_verdict(
     row: Row, baseline: Row | None, resolved: Mapping[str, gain.Resolution]
 ) -> tuple[str, str]:
-    """For the table and for the answer; empty where there is nothing to compare."""
-    if baseline is None or row is baseline or not baseline["time_to_target"]:
-        return DASH, ""
-    if row["time_to_target"] is None:
-        return MISSED, ""
-    mine, theirs = paired((row, baseline), "time_to_target")
-    ours, its = (resolved[one["method"]] for one in (row, baseline))
-    gap, timing = gain.known_to(ours, row["time_to_target"], its, baseline["time_to_target"])
-    verdict = by_seeds(mine, theirs, gap + timing)
-    compared = faster(row["time_to_target"], baseline["time_to_target"])
-    told = f"reaches it {than(compared, baseline['method'])}"
-    if one_seed(row) or verdict in (Verdict.LESS, Verdict.MORE):
-        return compared, told
-    if verdict is not Verdict.NOISE:
-        return f"{compared}, {verdict.value}", told + _UNSURE[verdict]
-    told = f"reaches it in about the time of {baseline['method']}, within noise"
-    if by_seeds(mine, theirs) is not Verdict.NOISE:
-        told += f": evaluations are up to {seconds(gap)} apart"
-        if timing:
-            told += f", and by the timed steps this difference is known to {seconds(timing)}"
-    return verdict.value, told
+    """A time to the target against the baseline's: as a clause, and for a table. Of fp32, which is
+    compared with 16 bit, only that it does not reach the target is an answer."""
+    cell = DASH
+    if baseline is not None and row is not baseline and baseline["time_to_target"]:
+        if row["time_to_target"] is not None:
+            clause, cell = _time_compared(row, baseline, resolved)
+            return "" if row["method"] == Baselines.of_rows([row]).full else clause, cell
+        cell = MISSED
+    if time_reached(row) != MISSED:
+        return "", cell
+    times = row.get("time_to_target_by_seed") or ()
+    missed = times.count(None) if times else 0
+    some = f" with {missed} of {plural(len(times), 'seed')}" if missed < len(times) else ""
+    return f"did not reach the target in {length([row])}{some}", cell
+
+
+def _time_compared(
+    row: Row, baseline: Row, resolved: Mapping[str, gain.Resolution]
+) -> tuple[str, str]:
+    mine, theirs = gain.paired((row, baseline), "time_to_target")
+    time, other, name = row["time_to_target"], baseline["time_to_target"], baseline["method"]
+    gap, timing = gain.known_to(resolved, {row["method"]: time, name: other})
+    verdict = gain.by_seeds(mine, theirs, gap + timing)
+    compared, told = gain.beside(time, other, name)
+    told = f"reaches it {told}"
+    if one_seed(row):
+        return told, compared
+    why = ", within noise"
+    if verdict is Standing.NOISE:
+        told, compared = f"reaches it in about the time of {name}", ""
+        if gain.by_seeds(mine, theirs) is not Standing.NOISE:
+            why += f": evaluations are up to {seconds(gap)} apart"
+            if timing:
+                why += f", and by the timed steps this difference is known to {seconds(timing)}"
+    return gain.worded(verdict, told, compared, {Standing.NOISE: (why, verdict.value)})
 
 
 def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
     """Loss after the same number of steps, against fp32."""
-    full = Baselines.of_rows(summaries).full
-    baseline = {row["method"]: row for row in summaries}.get(full)
-    answers, shown = [], []
-    for row in summaries:
-        if row.get("timing_only"):
-            shown.append({"method": row["method"], "against": _TIMING})
-            continue
-        word, clause = loss_verdict(row, baseline)
-        if clause:
-            answers.append(f"{row['method']} {clause}.")
-        seeds = _over_seeds(row, "final_loss", lambda loss: digits(loss, 4))
-        shown.append({**row, "seeds": seeds, "against": word})
-    baselines = Baselines.of_rows(evaluations)
+    full = Baselines.of_rows([*summaries, *evaluations]).full
+    baseline = next((row for row in summaries if row["method"] == full), None)
+    answers, shown = _by_seeds(
+        summaries, "final_loss", lambda loss: digits(loss, 4), lambda r: loss_verdict(r, baseline)
+    )
     drawn = [  # the others lie on a wide one
-        replace(line, wide=line.label == baselines.full) for line in curves(evaluations, "step")
+        replace(line, wide=line.label == full) for line in curves(evaluations, "step")
     ]
+    made = table(
+        shown,
+        "method | last loss = final_loss | over seeds | against {full} = against | "
+        "{metric} = final_metric",
+        full=full,
+        metric=str(summaries[0].get("metric_name") or "metric") if summaries else "",
+    )
     chart = Lines(drawn, "step", "validation loss, nats") if drawn else None
-    metric = str(summaries[0].get("metric_name") or "metric") if summaries else ""
-    columns = "method | last loss = final_loss | over seeds = seeds | against {full} = against | "
-    columns += "{metric} = final_metric"
-    made = table(shown, columns, full=full, metric=metric)
     return Question("Does compression change what is learned?", answers, chart, _BAND, made)
 
 
@@ -193,28 +185,21 @@ def one_seed(row: Row) -> bool:
 
 
 def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
-    """A summary's last loss against fp32's: for a table, and as a clause."""
+    """A summary's last loss against fp32's: as a clause, and for a table."""
     if row["final_loss"] is None:
-        return "not finite", "ended with a loss that is not finite, with one seed or more"
+        return "ended with a loss that is not finite, with one seed or more", "not finite"
     if baseline is None or row is baseline or not baseline["final_loss"]:
-        return DASH, ""
+        return "", DASH
     ratio = row["final_loss"] / baseline["final_loss"]
     change, side = percent(ratio), "below" if ratio < 1 else "above"
     told = f"ends with a loss {change.lstrip('+-')} {side} that of {baseline['method']}"
     if change == "0.00 %":
         told = f"ends with the loss of {baseline['method']}, to 0.01 %"
     if one_seed(row):
-        return change, told
-    mine, theirs = paired((row, baseline), "final_loss")
-    verdict = by_seeds(mine, theirs)
-    if row["final_loss"] == baseline["final_loss"]:
-        verdict = Verdict.NOISE
-    word, said = {
-        Verdict.LESS: ("lower", ", more than noise"),
-        Verdict.MORE: ("higher", ", more than noise: it costs accuracy here"),
-        Verdict.NOISE: (verdict.value, ", which is within noise"),
-    }.get(verdict) or (verdict.value, _UNSURE[verdict])
-    return f"{change}, {word}", told + said
+        return told, change
+    mine, theirs = gain.paired((row, baseline), "final_loss")
+    verdict = Standing.NOISE if ratio == 1 else gain.by_seeds(mine, theirs)
+    return gain.worded(verdict, told, change, _LOSSES)
 
 
 _SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -236,16 +221,16 @@ def at_targets(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Que
     if not targets:
         return None
     whole = {name: mine for name, mine in runs.items() if mine.keys() >= runs[reference].keys()}
-    resolved = resolutions(summaries, evaluations, at_target=False)
+    resolved = gain.resolutions(summaries, evaluations, at_target=False)
     by_target = [
-        judged({name: _times(mine, losses) for name, mine in whole.items()}, resolved)
+        gain.judged({name: _times(mine, losses) for name, mine in whole.items()}, resolved)
         for losses in targets.values()
     ]
     gains = {name: [at[name] for at in by_target] for name in whole}
     answers = [
         f"{name}: {_told(mine)}." for name, mine in gains.items() if name not in baselines.names
     ]
-    missing = left_out(summaries, evaluations)
+    missing = gain.left_out(summaries, evaluations)
     if missing is not None:
         answers.append(
             "Some of the runs' evaluations are not among these rows. So a time to one of these "
@@ -254,14 +239,13 @@ def at_targets(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Que
         )
     lacking = sorted(runs.keys() - whole)
     answers += [f"{name} is not here: it lacks seeds of {reference}." for name in lacking]
-    headings = [
-        f"loss {digits(statistics.mean(losses.values()), 4)}, step {step}"
-        for step, losses in targets.items()
-    ]
+    headings = ["method"]
+    for step, losses in targets.items():
+        headings.append(f"loss {digits(statistics.mean(losses.values()), 4)}, step {step}")
     drawn = series(
-        (name, "", step, gain.ratio)
+        (name, "", step, one.ratio)
         for name, mine in gains.items()
-        for step, gain in zip(targets, mine, strict=True)
+        for step, one in zip(targets, mine, strict=True)
     )
     return Question(
         "How much time does a method save, at which target?",
@@ -276,10 +260,7 @@ def at_targets(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Que
         f"The targets are the losses of {reference} at these steps, with each seed. Utility is the "
         "time to a target of the best 16-bit baseline, divided by the method's: how many times "
         "faster it is, if above 1. A line ends where a method does not reach the target.",
-        Table(
-            ["method", *headings],
-            [[name, *(gain.text for gain in mine)] for name, mine in gains.items()],
-        ),
+        Table(headings, [[name, *(one.text for one in mine)] for name, mine in gains.items()]),
     )
 
 
@@ -324,13 +305,13 @@ def _told(gains: Sequence[Gain]) -> str:
     """Gains and losses of a method over the targets, in a clause."""
     parts = []
     for standing, (word, compared) in _WORDS.items():
-        ratios = [gain.ratio for gain in gains if gain.standing is standing]
+        ratios = [one.ratio or 1.0 for one in gains if one.standing is standing]
         if not ratios:
             continue
         part = f"{word} {len(ratios)} of {plural(len(gains), 'target')}"
         if compared:
-            known = [max(ratio or 1.0, 1 / (ratio or 1.0)) for ratio in ratios]
-            low, high = digits(min(known)), digits(max(known))
+            factors = [max(ratio, 1 / ratio) for ratio in ratios]
+            low, high = digits(min(factors)), digits(max(factors))
             part += f" ({low if low == high else f'{low} to {high}'} times {compared})"
         parts.append(part)
     return "; ".join(parts)

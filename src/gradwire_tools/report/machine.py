@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 from gradwire_tools.bench.interleaved import quartiles
 from gradwire_tools.bench.quantities import DASH, digits, network, plural, reach, seconds, short
-from gradwire_tools.report.parts import (
-    COMPUTING,
-    Bar,
-    Bars,
-    Lines,
-    Question,
-    Section,
-    series,
-    table,
-)
+from gradwire_tools.report.parts import COMPUTING, Bar, Bars, Question, Section, lines, table
 from gradwire_tools.report.rows import Row
 
 _PAYS = "Does compression pay here?"
@@ -28,21 +19,18 @@ _VALUES = (1e4, 1e5, 1e6, 1e7)
 
 def doctor(rows: Sequence[Row]) -> list[Section]:
     """One section per examination: a part that has been there begins the next one."""
-    found: list[list[Row]] = []
-    seen: set[str] = set()
+    found: list[dict[str, Row]] = []
     for row in rows:
-        if not found or _VERDICT in seen or row["part"] in seen:
-            found.append([])
-            seen = set()
-        found[-1].append(row)
-        seen.add(row["part"])
+        if not found or _VERDICT in found[-1] or row["part"] in found[-1]:
+            found.append({})
+        found[-1][row["part"]] = row
     return [_examination(mine) for mine in found]
 
 
-def _examination(rows: Sequence[Row]) -> Section:
-    steps = [row for row in rows if "step_seconds" in row]
-    told = [row["detail"] for row in rows if row["part"] == _VERDICT]
-    parts = [row for row in rows if "step_seconds" not in row and row["part"] != _VERDICT]
+def _examination(rows: dict[str, Row]) -> Section:
+    steps = [row for row in rows.values() if "step_seconds" in row]
+    told = [rows.pop(_VERDICT)["detail"]] if _VERDICT in rows else []
+    parts = [row for row in rows.values() if "step_seconds" not in row]
     questions = []
     if steps:
         questions.append(_steps(steps, told))
@@ -117,39 +105,35 @@ def _rate(row: Row) -> str:
 
 
 def _sends(sends: Sequence[Row]) -> Question:
-    drawn = series(("rank 0 to rank 1", "", row["bytes"], row["seconds"]) for row in sends)
+    points = [("rank 0 to rank 1", "", row["bytes"], row["seconds"]) for row in sends]
     ordered = sorted(sends, key=lambda row: int(row["bytes"]))
     return Question(
         "How long does a message take?",
         (),
-        Lines(drawn, "bytes of a message", "seconds", log_x=True, log_y=True),
+        lines(points, "bytes of a message", "seconds", log_x=True, log_y=True),
         "Medians of several messages.",
         table(ordered, "message = bytes | takes = seconds"),
     )
 
 
 def _kernels(curves: Sequence[Row]) -> Question:
-    drawn = series(
-        (
-            (row["codec"], row["form"], values, row["call"] + values * row["value"])
-            for row in curves
-            for values in _VALUES
-            if row["form"] in ("encode", "decode")
-        ),
-        solid="encode",
-    )
+    points = [
+        (row["codec"], row["form"], values, row["call"] + values * row["value"])
+        for row in curves
+        for values in _VALUES
+        if row["form"] in ("encode", "decode")
+    ]
+    chart = lines(points, "values of fp32", "seconds", "encode", log_x=True, log_y=True)
     return Question(
         "What do codecs cost on this machine?",
         (),
-        Lines(drawn, "values of fp32", "seconds", log_x=True, log_y=True) if drawn else None,
+        chart if points else None,
         "Solid: encode; dashed: decode.",
         table(
             curves,
-            "codec | form | per call | per value | per value of a payload = coded",
-            **{
-                "per call": lambda row: seconds(row["call"]),
-                "per value": lambda row: f"{digits(1e9 * row['value'])} ns",
-                "coded": lambda row: f"{digits(1e9 * row['payload'])} ns",
-            },
+            "codec | form | per call = call | per value = value | per value of a payload = payload",
+            call=lambda row: seconds(row["call"]),
+            value=lambda row: f"{digits(1e9 * row['value'])} ns",
+            payload=lambda row: f"{digits(1e9 * row['payload'])} ns",
         ),
     )

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench.quantities import DASH, digits, network, plural, spelled
@@ -22,8 +21,6 @@ from gradwire_tools.report.parts import Question, Section, Table
 from gradwire_tools.report.rows import Row, check, grouped, read, sort
 
 TITLE = "gradwire benchmark report"
-
-Make = Callable[[Sequence[Row]], list[Section]]
 
 
 def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
@@ -34,7 +31,7 @@ def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
             says; the page cannot be written; or a package is not installed.
     """
     check_packages()
-    _write(page, _render([row for file in files for row in read(file)], title))
+    _write(page, render([row for file in files for row in read(file)], title))
 
 
 def picture(files: Iterable[Path], file: Path) -> None:
@@ -66,10 +63,6 @@ def render(rows: Sequence[Row], title: str = TITLE) -> str:
     check_packages()
     for place, row in enumerate(rows, start=1):
         check(row, f"row {place}")
-    return _render(rows, title)
-
-
-def _render(rows: Sequence[Row], title: str) -> str:
     import jinja2
 
     from gradwire_tools.report import draw
@@ -81,7 +74,7 @@ def _render(rows: Sequence[Row], title: str) -> str:
     number = itertools.count(1)
     return environment.from_string(template).render(
         title=title,
-        results=results(rows),
+        results=training.headline(sort(rows)["bench train"]),
         sections=sections(rows),
         rows=plural(len(rows), "row"),
         style=draw.STYLE,
@@ -102,11 +95,6 @@ def check_packages() -> None:
             )
 
 
-def results(rows: Sequence[Row]) -> list[str]:
-    """What stands first on the page: the result of a training."""
-    return training.headline(sort(rows)["bench train"])
-
-
 def sections(rows: Sequence[Row]) -> list[Section]:
     """The kinds of rows in a fixed order, each row in exactly one section, then what was run.
 
@@ -117,17 +105,15 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     """
     if not rows:
         raise ConfigError("there are no rows to report on")
-    by_kind = sort(rows)
-    made = [make(by_kind[kind]) for kind, make in _MAKERS.items() if by_kind[kind]]
-    return [*itertools.chain(*made), _what_was_run(rows)]
+    by_kind, made = sort(rows), []
+    for kind, (keys, section) in _SECTIONS.items():
+        for mine in grouped(by_kind[kind], *keys.split()).values():
+            of_kind = section(mine)
+            made += of_kind if isinstance(of_kind, list) else [of_kind]
+    return [*made, _what_was_run(rows)]
 
 
-def _per(keys: str, section: Callable[[Sequence[Row]], Section]) -> Make:
-    """A section for each group of rows that have the same values under `keys`."""
-    return lambda rows: [section(mine) for mine in grouped(rows, *keys.split()).values()]
-
-
-def _unknown(rows: Sequence[Row]) -> list[Section]:
+def _unknown(rows: Sequence[Row]) -> Section:
     """Rows that no other part knows: said so, and shown under their own keys."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -140,7 +126,7 @@ def _unknown(rows: Sequence[Row]) -> list[Section]:
         "The report has no figure for these rows: no benchmark of this version writes such keys. "
         "They are listed as they are, without units."
     )
-    return [Section("Rows of an unknown kind", [about], questions)]
+    return Section("Rows of an unknown kind", [about], questions)
 
 
 def _plain(value: object) -> str:
@@ -149,24 +135,25 @@ def _plain(value: object) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else spelled("", value)
 
 
-_MAKERS: dict[str, Make] = {
-    "bench train": training.sections,
-    "decisions": _per("task net ranks", predictions.decisions),
-    "bench adapt": _per("task error_metric run", errors.policies),
-    "probe": _per("ranks net run", machine.probe),
-    "bench planner": _per("ranks run", predictions.choices),
-    "bench ablation": _per("model numel net run", predictions.ablation),
-    "bench error": errors.sections,
-    "bench aggregators": _per("task ranks numel", costs.aggregators),
-    "bench collectives": _per("ranks per_node net numel", costs.collectives),
-    "bench kernels": costs.kernels,
-    "sim": predictions.simulated,
-    "sim --sharded": _per("model machine", predictions.sharded),
-    "sim --validate": predictions.validation,
-    "bench transports": costs.transports,
-    "bench profile": _per("method net ranks numel", costs.profile),
-    "doctor": machine.doctor,
-    "": _unknown,
+# Kinds of rows in the page's order: a section for all rows that share the values of these keys.
+_SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], Section | list[Section]]]] = {
+    "bench train": ("", training.sections),
+    "decisions": ("task net ranks", predictions.decisions),
+    "bench adapt": ("task error_metric run", errors.policies),
+    "probe": ("ranks net run", machine.probe),
+    "bench planner": ("ranks run", predictions.choices),
+    "bench ablation": ("model numel net run", predictions.ablation),
+    "bench error": ("", errors.sections),
+    "bench aggregators": ("task ranks numel", costs.aggregators),
+    "bench collectives": ("ranks per_node net numel", costs.collectives),
+    "bench kernels": ("", costs.kernels),
+    "sim": ("", predictions.simulated),
+    "sim --sharded": ("model machine", predictions.sharded),
+    "sim --validate": ("", predictions.validation),
+    "bench transports": ("", costs.transports),
+    "bench profile": ("method net ranks numel", costs.profile),
+    "doctor": ("", machine.doctor),
+    "": ("", _unknown),
 }
 
 
@@ -181,48 +168,42 @@ _NAMES = {
 
 def _what_was_run(rows: Sequence[Row]) -> Section:
     """What all runs have in common, what each run was, and how many rows tell of none."""
-    telling = [row for row in rows if isinstance(row.get("run"), dict)]
     runs: dict[str, list[Row]] = {}
-    for row in telling:
-        runs.setdefault(json.dumps(row["run"], sort_keys=True), []).append(row)
-    silent = len(rows) - len(telling)
-    about = []
+    for row in rows:
+        if isinstance(row.get("run"), dict):
+            runs.setdefault(json.dumps(row["run"], sort_keys=True), []).append(row)
+    about, loaded = [], []
+    silent = len(rows) - sum(map(len, runs.values()))
     if silent:
         about.append(
             f"{plural(silent, 'row')} of {len(rows)} {'is' if silent == 1 else 'are'} without "
             "command, commit and machine: from files written before gradwire recorded these, from "
             "checks of `gradwire doctor` that measure nothing, or from something else."
         )
-    loaded = [mine[0]["run"] for mine in runs.values() if _overloaded(mine[0]["run"])]
+    for run in (mine[0]["run"] for mine in runs.values()):
+        found = re.search(r"\b(\d{1,6}) cores?\b", str(run.get("machine")))
+        if found and run.get("load") is not None and float(run["load"]) > int(found[1]):
+            loaded.append((float(run["load"]), run["load"], found[1]))
     if loaded:
-        most = max(loaded, key=lambda run: float(run["load"]))
+        _, load, cores = max(loaded)
         about.append(
             f"Before {len(loaded)} of {plural(len(runs), 'run')}, more processes ran or waited "
-            f"than the machine has cores (a load of {most['load']} on {_cores(most)}): the times "
+            f"than the machine has cores (a load of {load} on {cores}): the times "
             f"of {'this run' if len(loaded) == 1 else 'these runs'} may be those of a busy machine."
         )
     each = {name: [_said(mine, key) for mine in runs.values()] for key, name in _NAMES.items()}
-    if not any("note" in row["run"] for row in telling):
+    if not any("note" in mine[0]["run"] for mine in runs.values()):
         del each["note"]
-    common = {name: told[0] for name, told in each.items() if len(set(told)) == 1}
-    if len(runs) > 1:
-        common = {name: told for name, told in common.items() if name in _SHARED}
+    common = {
+        name: told[0]
+        for name, told in each.items()
+        if len(set(told)) == 1 and (len(runs) == 1 or name in _SHARED)
+    }
     own = {name: told for name, told in each.items() if name not in common}
     tables = [Table((), list(common.items()))] if common else []
-    if own:
+    if own and runs:
         tables.append(Table(list(own), list(zip(*own.values(), strict=True))))
-    return Section("What was run", about, [Question("", table=table) for table in tables if runs])
-
-
-def _cores(run: dict[str, Any]) -> int | None:
-    """Of the machine, where its description has them."""
-    found = re.search(r"\b(\d{1,6}) cores?\b", str(run.get("machine")))
-    return int(found[1]) if found else None
-
-
-def _overloaded(run: dict[str, Any]) -> bool:
-    cores, load = _cores(run), run.get("load")
-    return cores is not None and load is not None and float(load) > cores
+    return Section("What was run", about, [Question("", table=table) for table in tables])
 
 
 def _said(rows: Sequence[Row], key: str) -> str:

@@ -120,15 +120,15 @@ Chart = Lines | Bars | Dots | Tiles
 def looks(names: Iterable[str]) -> dict[str, Look]:
     """How each name is drawn in every chart. Torch's methods are grey and blue, and others beside
     them warm; where there are none of torch's, others have all colours."""
-    distinct = list(dict.fromkeys(names))
+    distinct = dict.fromkeys(names)
     torchs = [name for name in distinct if name.startswith("torch")]
-    others = [name for name in distinct if name not in torchs]
+    others = [name for name in distinct if not name.startswith("torch")]
     found = {}
     for colours, family in ((_TORCH, torchs), (_WARM if torchs else PALETTE, others)):
         for place, name in enumerate(family):
             turn, colour = divmod(place, len(colours))
             found[name] = (colours[colour], _DASHES[turn % len(_DASHES)])
-    return {name: found[name] for name in distinct}
+    return found
 
 
 def series(points: Iterable[Sequence[Any]], solid: str = "") -> list[Line]:
@@ -147,25 +147,21 @@ def series(points: Iterable[Sequence[Any]], solid: str = "") -> list[Line]:
     return lines
 
 
+def lines(points: Iterable[Sequence[Any]], x: str, y: str, solid: str = "", **fields: Any) -> Lines:
+    """The chart of a `series`, with other fields of `Lines`."""
+    return Lines(series(points, solid), x, y, **fields)
+
+
 _UNIT = r"%|[kMGµmn]?(s|B|bit/s|B/s)"
 _NUMBER = re.compile(rf"{DASH}|[-+]?\d[\d.,e+-]*×?( ({_UNIT})( to .*)?)?")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; every row has a cell per heading. A long one is folded; a narrow one
-    stands beside its chart, where the screen is wide."""
+    """A table; every row has a cell per heading."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-    @property
-    def folded(self) -> bool:
-        return len(self.rows) > 24
-
-    @property
-    def narrow(self) -> bool:
-        return len(self.headings) <= 6 and not self.folded
 
     @property
     def numbers(self) -> list[bool]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from gradwire_tools.bench.quantities import (
-    DASH,
     digits,
     network,
     percent,
     percent_of,
     plural,
+    spelled,
     times,
 )
 from gradwire_tools.predict.sim_sweep import place
@@ -20,10 +21,9 @@ from gradwire_tools.report.parts import (
     Bars,
     Chart,
     Dots,
-    Lines,
     Question,
     Section,
-    series,
+    lines,
     table,
 )
 from gradwire_tools.report.rows import Row, grouped
@@ -38,6 +38,7 @@ def choices(rows: Sequence[Row]) -> Section:
     near = sum(row["ratio"] <= NEAR for row in rows)
     true = sum(abs(row["error"]) <= TRUE for row in rows)
     parts = [row["partition_ratio"] for row in rows if row["partition_ratio"] is not None]
+    least = sum(part <= PARTITION for part in parts)
     right = sum(row["compress"] == row["best_compresses"] for row in rows)
     worst = digits(max(float(row["ratio"]) for row in rows))
     answers = [
@@ -48,29 +49,31 @@ def choices(rows: Sequence[Row]) -> Section:
         f"It compressed, or declined to, as the fastest did in {right} of {len(rows)}.",
         (
             f"Its partition was at most {percent_of(PARTITION - 1)} slower than another one in "
-            f"{sum(part <= PARTITION for part in parts)} of {len(parts)}."
+            f"{least} of {len(parts)}."
         ),
         (
             f"What it expected was within {percent_of(TRUE)} of what was measured in {true} of "
             f"{len(rows)}."
         ),
     ]
-    drawn = series(
+    points = [
         (row["net"], note, row["nbytes"], row[key])
         for row in rows
         for note, key in (("", "seconds"), ("expected", "expected_seconds"))
-    )
+    ]
     question = Question(
         "Does the planner choose the fastest, and is what it expects true?",
         answers,
-        Lines(drawn, "bytes of the gradient", "seconds", log_x=True, log_y=True),
+        lines(points, "bytes of the gradient", "seconds", log_x=True, log_y=True),
         "Solid: measured; dashed: expected.",
         table(
             rows,
             "network = net | gradient = nbytes | choice | took = seconds | "
             "expected = expected_seconds | off by = off | fastest = best_method | "
             "over the fastest = ratio | over the best partition = partition_ratio",
-            choice=_choice,
+            choice=lambda row: (
+                f"{row['method']} by {row['algorithm']}, segments {spelled('', row['segments'])}"
+            ),
             off=lambda row: percent(1 + row["error"]),
         ),
     )
@@ -78,29 +81,17 @@ def choices(rows: Sequence[Row]) -> Section:
     return Section("The planner's choices", [about], [question])
 
 
-def _choice(row: Row) -> str:
-    cut = DASH if row["segments"] is None else row["segments"]
-    return f"{row['method']} by {row['algorithm']}, segments {cut}"
-
-
 def ablation(rows: Sequence[Row]) -> Section:
     """Of one model, network and run (HIPRESS, Fig. 12)."""
     first = rows[0]
-    answers = [
-        f"{row['where']}, {row['part']}: {percent_of(abs(row['cut']))} "
-        f"{'less' if row['cut'] >= 0 else 'more'} than before."
-        for row in rows
-        if row["cut"] is not None
-    ]
-    colours = {"lab": "g0", "simulator": "t1"}
-    drawn = [
-        Bar(
-            f"{row['part']}, {row['where']}",
-            [row["synchronisation_seconds"]],
-            colour=colours.get(row["where"], "g1"),
-        )
-        for row in rows
-    ]
+    drawn, answers = [], []
+    for row in rows:
+        colour = {"lab": "g0", "simulator": "t1"}.get(row["where"], "g1")
+        time = row["synchronisation_seconds"]
+        drawn.append(Bar(f"{row['part']}, {row['where']}", [time], colour=colour))
+        if row["cut"] is not None:
+            less = f"{percent_of(abs(row['cut']))} {'less' if row['cut'] >= 0 else 'more'}"
+            answers.append(f"{row['where']}, {row['part']}: {less} than before.")
     question = Question(
         "What does each part bring?",
         answers,
@@ -150,18 +141,34 @@ def _simulated(rows: Sequence[Row]) -> Section:
     machine = first.get("machine", "a machine that the rows do not name")
     where = [] if swept == "ranks" else [f"{first['ranks']} ranks"]
     where += [] if swept in ("rate", "latency") else [network(first["net"])]
-    told = "Predicted, not measured: the engine's own scheduler on a virtual clock, "
-    about = [
-        f"{told}with kernels' times from {machine}.",
-        f"Gradients of {first['model']}; {', '.join(where)}.",
-    ]
-    numeric = swept is not None and all(place(row) is not None for row in rows)
-    limit = "Dotted: the limit of the wire." if numeric else "The tick is the limit of the wire."
+    about = (
+        "Predicted, not measured: the engine's own scheduler on a virtual clock, with kernels' "
+        f"times from {machine}."
+    )
+    told = f"Gradients of {first['model']}; {', '.join(where)}."
+    points: list[tuple[Any, ...]] = []
+    drawn = []
+    for row in rows:
+        label, limit = f"{row['codec']}, {row['algorithm']}", row["limit_seconds"]
+        if swept:
+            no_band = (None, None)
+            points.append((label, "", place(row), row["seconds"], *no_band, limit or None))
+            label = f"{swept}={row['value']}, {label}"
+        drawn.append(Bar(label, [row["seconds"]], None, limit, "g0"))
+    chart: Chart = Bars(drawn)
+    limits = "The tick is the limit of the wire."
+    if swept is not None and all(at is not None for _, _, at, *_ in points):
+        places = sorted({at for _, _, at, *_ in points})
+        wide = places[0] > 0 and places[-1] >= 8 * places[0]
+        unit = {"rate": "rate, bit/s", "latency": "latency, s"}.get(swept, str(swept))
+        ticks = places if len(places) <= 8 else ()  # labels of more have no room
+        chart = lines(points, unit, "seconds", log_x=wide, log_y=True, x_ticks=ticks)
+        limits = "Dotted: the limit of the wire."
     question = Question(
         "How long does a step's communication take" + (f", by {swept}?" if swept else "?"),
         (),
-        _along(rows, str(swept)) if numeric else _each(rows),
-        f"Seconds of the collectives of one step. {limit}",
+        chart,
+        f"Seconds of the collectives of one step. {limits}",
         table(
             rows,
             ("{swept} = value | " if swept else "")
@@ -170,34 +177,7 @@ def _simulated(rows: Sequence[Row]) -> Section:
             swept=str(swept),
         ),
     )
-    return Section(f"Simulation of {first['model']}", about, [question])
-
-
-def _along(rows: Sequence[Row], swept: str) -> Chart:
-    drawn = series(
-        (
-            f"{row['codec']}, {row['algorithm']}",
-            "",
-            *(place(row), row["seconds"]),
-            *(None, None),  # no band
-            row["limit_seconds"] or None,
-        )
-        for row in rows
-    )
-    places = sorted({place(row) or 0.0 for row in rows})
-    wide = places[0] > 0 and places[-1] >= 8 * places[0]
-    unit = {"rate": "rate, bit/s", "latency": "latency, s"}.get(swept, swept)
-    ticks = places if len(places) <= 8 else ()  # labels of more have no room
-    return Lines(drawn, unit, "seconds", log_x=wide, log_y=True, x_ticks=ticks)
-
-
-def _each(rows: Sequence[Row]) -> Chart:
-    drawn = []
-    for row in rows:
-        value = f"{row['sweep']}={row['value']}, " if "sweep" in row else ""
-        label = f"{value}{row['codec']}, {row['algorithm']}"
-        drawn.append(Bar(label, [row["seconds"]], None, row["limit_seconds"], "g0"))
-    return Bars(drawn)
+    return Section(f"Simulation of {first['model']}", [about, told], [question])
 
 
 def sharded(rows: Sequence[Row]) -> Section:
@@ -242,7 +222,7 @@ def _sharded(rows: Sequence[Row]) -> Question:
     )
 
 
-def validation(rows: Sequence[Row]) -> list[Section]:
+def validation(rows: Sequence[Row]) -> Section:
     """`gradwire sim --validate`: simulated against measured."""
     points = []
     for row in rows:
@@ -268,4 +248,4 @@ def validation(rows: Sequence[Row]) -> list[Section]:
             varies=lambda row: percent(1 + row["spread"]) if row.get("runs", 1) > 1 else None,
         ),
     )
-    return [Section("The simulator against the lab", (), [question])]
+    return Section("The simulator against the lab", (), [question])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import rows as shapes
@@ -43,31 +43,25 @@ def read(file: Path) -> list[Row]:
         ConfigError: it cannot be read, holds no rows, a line is no row as its kind is, or is there
             twice; the message names file, line and key.
     """
+    rows: list[Row] = []
+    seen: dict[bytes, int] = {}
     try:
         with file.open("rb") as opened:
-            rows = list(_rows(opened, file))
+            for number, line in enumerate(iter(lambda: opened.readline(LINE_BYTES + 1), b""), 1):
+                where = f"{file}, line {number}"
+                if len(line) > LINE_BYTES:
+                    raise ConfigError(f"{where} is longer than {LINE_BYTES >> 20} MiB: not a row")
+                if not line.strip():
+                    continue
+                rows.append(_parsed(line, where))
+                if (first := seen.setdefault(line.strip(), number)) != number:
+                    raise ConfigError(f"{where} is the same as line {first}: leave one of them out")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"cannot read rows from {file}: {reason}") from error
     if not rows:
         raise ConfigError(f"{file} holds no rows")
     return rows
-
-
-def _rows(opened: BinaryIO, file: Path) -> Iterator[Row]:
-    number = 0
-    seen: dict[bytes, int] = {}
-    while line := opened.readline(LINE_BYTES + 1):
-        number += 1
-        where = f"{file}, line {number}"
-        if len(line) > LINE_BYTES:
-            raise ConfigError(f"{where} is longer than {LINE_BYTES >> 20} MiB: not a row")
-        if line.strip():
-            row = _parsed(line, where)
-            check(row, where)
-            if (first := seen.setdefault(line.strip(), number)) != number:
-                raise ConfigError(f"{where} is the same as line {first}: leave one of them out")
-            yield row
 
 
 def _parsed(line: bytes, where: str) -> Row:
@@ -81,15 +75,16 @@ def _parsed(line: bytes, where: str) -> Row:
         row, deep = {}, True
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8 text: {error.reason}") from error
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-        raise ConfigError(f"{where} is not JSON: {reason}") from error
     except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
+        raise ConfigError(f"{where} is not JSON: {reason}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is not a JSON object but {type(row).__name__}")
     if deep:
         raise ConfigError(f"{where} is nested deeper than {_DEPTH} levels: not a row")
+    check(row, where)
     return row
 
 
@@ -123,23 +118,18 @@ def sort(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """The summaries and the evaluations among rows of `bench train`."""
-    by: dict[str, list[Row]] = {"summary": [], "evaluation": []}
-    for row in rows:
-        if row["row"] in by:
-            by[row["row"]].append(row)
-    return by["summary"], by["evaluation"]
+    summaries = [row for row in rows if row["row"] == "summary"]
+    return summaries, [row for row in rows if row["row"] == "evaluation"]
 
 
 def run_of(row: Row, key: str = "run") -> tuple[Any, Any, Any]:
     """(command, commit, date) of the run that a row is from, or that made its recording (`key` is
     `recorded`). All rows of a run share them, and other runs differ."""
     run = row.get(key)
-    command, commit, date = (
-        run.get(name) if isinstance(run, dict) else None for name in ("command", "commit", "date")
-    )
-    return command, commit, date
+    known = run if isinstance(run, dict) else {}
+    return known.get("command"), known.get("commit"), known.get("date")
 
 
 def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:

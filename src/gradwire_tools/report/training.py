@@ -7,13 +7,14 @@ losses with fp32, as docs/reference/benchmarks.md argues; `gain` says which diff
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import lengths
-from gradwire_tools.bench.quantities import DASH, faster, network, percent, plural, rate, than
+from gradwire_tools.bench.quantities import DASH, network, percent, plural, rate
 from gradwire_tools.bench.train.baselines import Baselines
-from gradwire_tools.report import gain, learning, steps
+from gradwire_tools.report import costs, gain, learning
 from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.parts import Chart, Question, Section, Table, Tiles, table
 from gradwire_tools.report.rows import Row, grouped, run_of, split
@@ -80,10 +81,9 @@ def headline(rows: Sequence[Row]) -> list[str]:
     standing = gain.of_summaries(summaries, evaluations)[best["method"]].standing
     if standing is gain.Standing.NOISE:
         return [f"{best['method']} trains to the same loss in the time of {bar['method']}{where}."]
-    told = ", and ".join(
-        than(faster(best["time_to_target"], row["time_to_target"]), row["method"])
-        for row in [bar, *(row for row in reached if row["method"] == baselines.full)]
-    )
+    against = [bar, *(row for row in reached if row["method"] == baselines.full)]
+    key = "time_to_target"
+    told = ", and ".join(gain.beside(best[key], r[key], r["method"])[1] for r in against)
     return [f"{best['method']} trains to the same loss {told}{where}."]
 
 
@@ -129,7 +129,7 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         learning.time_to_loss(trained, summaries),
         learning.at_targets(trained, summaries),
         learning.what_is_learned(trained, summaries),
-        *([steps.times(summaries), steps.sent(summaries)] if summaries else []),
+        *([costs.steps(summaries), costs.sent(summaries)] if summaries else []),
     ]
     title = f"Training {first['task']}, {first['ranks']} ranks"
     return Section(
@@ -139,16 +139,15 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
 
 def _composed(rows: Sequence[Row], among: Sequence[Row]) -> Section:
     """Of `bench train --compose --validate`: composed times against those of whole runs."""
-    errors = [(row["error"], row) for row in rows if row["error"] is not None]
+    known = [row for row in rows if row["error"] is not None]
     answers = ["No row has both times."]
-    if errors:
-        between = " to ".join(percent(1 + end(error for error, _ in errors)) for end in (min, max))
+    if known:
+        between = " to ".join(percent(1 + end(row["error"] for row in known)) for end in (min, max))
         answers = [f"Composed training times differ from those of whole runs by {between}."]
-    answers += [
-        f"{row['method']} on {network(row['net'])} is off by {percent(1 + error)}, more than 10 %."
-        for error, row in errors
-        if abs(error) > _LARGE
-    ]
+    for row in known:
+        if abs(row["error"]) > _LARGE:
+            off = f"{percent(1 + row['error'])}, more than 10 %"
+            answers.append(f"{row['method']} on {network(row['net'])} is off by {off}.")
     shown = table(
         rows,
         "method | network = net | steps | composed = composed_seconds | "
@@ -179,32 +178,34 @@ def _of_run(rows: Sequence[Row], among: Sequence[Row]) -> list[str]:
 
 
 def _trainings(rows: Sequence[Row]) -> list[Runs]:
-    """The runs of each training on two networks or more, from the slowest network on."""
-    return [
-        sorted(runs, key=lambda run: rate(run[0]["net"]))
-        for same in grouped(rows, *_MODEL, "sharded", "accumulate").values()
-        for runs in _columns(same)
-        if len({run[0]["net"] for run in runs}) > 1
-    ]
-
-
-def _columns(rows: Sequence[Row]) -> list[list[list[Row]]]:
-    """The columns of each map: rows of one run on one network. Runs on different networks share a
-    map; where two were on the same network, each run has its own."""
-    columns = [mine for mine in grouped(rows, "net", "composed", "run").values() if split(mine)[0]]
-    places = {(mine[0]["net"], mine[0].get("composed")) for mine in columns}
-    if len(places) == len(columns):
-        return [columns]
-    runs: dict[object, list[list[Row]]] = {}
-    for mine in columns:
-        runs.setdefault(run_of(mine[0]), []).append(mine)
-    return list(runs.values())
+    """The runs of each training on two networks or more, from the slowest network on: rows of one
+    run on one network. Runs on different networks stand together; where two were on the same
+    network, each run stands alone."""
+    found: list[Runs] = []
+    for same in grouped(rows, *_MODEL, "sharded", "accumulate").values():
+        places = grouped(same, "net", "composed", "run").values()
+        runs = [mine for mine in places if split(mine)[0]]
+        several = len({(mine[0]["net"], mine[0].get("composed")) for mine in runs}) < len(runs)
+        apart: dict[object, list[list[Row]]] = {}
+        for mine in runs:
+            apart.setdefault(run_of(mine[0]) if several else None, []).append(mine)
+        for one in apart.values():
+            if len({run[0]["net"] for run in one}) > 1:
+                found.append(sorted(one, key=lambda run: rate(run[0]["net"])))
+    return found
 
 
 def _map(runs: Runs) -> Tiles:
+    """Columns are networks, with how they were measured where the rows have both."""
     gains = [gain.of_summaries(*split(run)) for run in runs]
     methods = dict.fromkeys(name for of_net in gains for name in of_net)
-    columns = [_name(run[0], runs) for run in runs]
+    ways = {(run[0]["net"], bool(run[0].get("composed"))) for run in runs}
+    columns = []
+    for first, *_ in runs:
+        told = network(first["net"])
+        if {(first["net"], True), (first["net"], False)} <= ways:
+            told += ", composed" if first.get("composed") else ", whole"
+        columns.append(told)
     return Tiles(columns, [(name, [of_net.get(name) for of_net in gains]) for name in methods])
 
 
@@ -213,11 +214,10 @@ def _gains(runs: Runs, among: Sequence[Row]) -> Section:
     questions = []
     for at in range(0, len(runs), _COLUMNS):
         part = slice(at, at + _COLUMNS)
-        rows = [(method, gains[part]) for method, gains in whole.rows]
-        chart = Tiles(whole.columns[part], rows)
+        chart = Tiles(whole.columns[part], [(name, gains[part]) for name, gains in whole.rows])
         answers = [
-            _answer(name, {method: one for method, gains in rows if (one := gains[place])})
-            for place, name in enumerate(chart.columns)
+            _answer(net, {method: one for method, gains in chart.rows if (one := gains[place])})
+            for place, net in enumerate(chart.columns)
         ]
         questions.append(
             Question("Where does compression pay, and where does it not?", answers, chart, _CAPTION)
@@ -227,6 +227,7 @@ def _gains(runs: Runs, among: Sequence[Row]) -> Section:
         for method, gains in whole.rows
     ]
     shown = Table(["method", *whole.columns], cells)
+    questions.append(Question("The same as a table", table=shown))
     first = runs[0][0]
     under = ", sharded" if first.get("sharded") else ""
     title = f"Training {first['task']}, {first['ranks']} ranks{under}: gain over 16 bit by network"
@@ -234,9 +235,7 @@ def _gains(runs: Runs, among: Sequence[Row]) -> Section:
         "Gain is the time to the target loss of the best 16-bit baseline on the same network, "
         "divided by the method's."
     )
-    told = _of_run([row for run in runs for row in run], among)
-    questions.append(Question("The same as a table", table=shown))
-    return Section(title, [about, *told], questions)
+    return Section(title, [about, *_of_run(list(itertools.chain(*runs)), among)], questions)
 
 
 _CAPTION = (
@@ -244,15 +243,6 @@ _CAPTION = (
     "▼ below 1 it costs time. never: the target is not reached with every seed. Only differences "
     "that are more than noise have a colour; a loss is as strong as a gain of the same factor."
 )
-
-
-def _name(row: Row, runs: Sequence[Sequence[Row]]) -> str:
-    """A network, with how it was measured where the rows have both."""
-    told = network(row["net"])
-    both = len({run[0].get("composed") for run in runs if run[0]["net"] == row["net"]}) > 1
-    if both:
-        told += ", composed" if row.get("composed") else ", whole"
-    return told
 
 
 def _answer(name: str, gains: Mapping[str, Gain]) -> str:
