@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from gradwire.planner import kernel_costs
 from gradwire.planner.links import Links
-from gradwire_tools.sim import Curves, kernel_costs
+from gradwire_tools.sim import Curves
 from ranks import caught, refuses, together
 from rooms.integrations import WantedSetting, automatic
 

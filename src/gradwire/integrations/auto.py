@@ -1,6 +1,6 @@
 """What `gw.attach(model, "auto")` may be told, and how rank 0 plans from what was measured.
 
-The planner's ranking (gradwire.planner.choice) comes from simulation. A training step has more in
+The planner's ranking (gradwire_tools.sim.choice) comes from simulation. A training step has more in
 it: so the best setting of each codec that is expected to be nearly as fast as the best is tried in
 training itself (integrations/automatic.py).
 """
@@ -25,8 +25,10 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.choices import policy_of
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
-from gradwire.planner import Plan
-from gradwire.planner.choice import (
+from gradwire.planner import Plan, kernel_costs
+from gradwire.planner.links import MOST_SECONDS, Links
+from gradwire_tools.sim import Curves, Net, curves
+from gradwire_tools.sim.choice import (
     FULL,
     HALF,
     Choice,
@@ -37,8 +39,6 @@ from gradwire.planner.choice import (
     described,
     name,
 )
-from gradwire.planner.links import MOST_SECONDS, Links
-from gradwire_tools.sim import Curves, Net, curves, kernel_costs
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
 
@@ -200,7 +200,7 @@ def plan(
         machines: of each rank.
         backward: seconds of a pass without communication.
         coalesces: whether buckets may travel together.
-        check: see gradwire.planner.choice.choose.
+        check: see gradwire_tools.sim.choice.choose.
     """
     codecs = auto.known_codecs
     where = situation(links, known, machines, tuple(shape for _, shape in named), backward)

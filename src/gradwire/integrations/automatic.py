@@ -36,11 +36,11 @@ from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.turns import PlanTurns
 from gradwire.planner import Plan, Rules
-from gradwire.planner.choice import worth
 from gradwire.planner.link_watch import LinkWatch
 from gradwire.planner.links import Links, exchanged, measure_links
 from gradwire.planner.rules import exactly
 from gradwire_tools.sim import Curves
+from gradwire_tools.sim.choice import worth
 
 log = logging.getLogger("gradwire")
 

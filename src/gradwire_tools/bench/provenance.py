@@ -28,7 +28,7 @@ from typing import Any, ParamSpec
 import torch
 
 import gradwire
-from gradwire_tools.sim import kernel_costs
+from gradwire.planner import kernel_costs
 
 Row = dict[str, Any]
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ Rows, with the costs of this machine's kernels (or of a file of curves):
                     in the algorithm of the best setting of the first codec
     part "setting"  method, algorithm, segments, coalesce_bytes, least, seconds, wire_bytes,
                     of_limit, saves (of the time of the best without a codec): the best setting of
-                    each codec, simulated (gradwire.planner.choice), the fastest first
+                    each codec, simulated (gradwire_tools.sim.choice), the fastest first
     part "verdict"  compress, method, detail: what to use, in a sentence
 """
 
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import codecs as codec_table
-from gradwire.planner.choice import FULL, HALF, Situation, choose, name
-from gradwire.planner.selective import decisions
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
 from gradwire_tools.sim import Net, models
+from gradwire_tools.sim.choice import FULL, HALF, Situation, choose, name
+from gradwire_tools.sim.selective import decisions
 
 
 @stamped

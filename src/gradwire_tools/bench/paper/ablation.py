@@ -27,7 +27,7 @@ from dataclasses import replace
 from gradwire import codecs
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
-from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
+from gradwire.planner import kernel_costs
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network.network import StepConfig, copies
@@ -37,7 +37,8 @@ from gradwire_tools.bench.paper.planner_grid import fitted_to_lab, in_lab, metho
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.lab import Network
-from gradwire_tools.sim import kernel_costs, models
+from gradwire_tools.sim import models
+from gradwire_tools.sim.choice import FULL, HALF, Setting, choose, simulate
 
 KINDS = (
     row_kind(

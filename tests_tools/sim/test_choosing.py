@@ -12,8 +12,9 @@ import gradwire as gw
 from gradwire import ConfigError, Options, codecs
 from gradwire.codecs import QSGD, TopK
 from gradwire.lang import Codec
-from gradwire.planner import choice
-from gradwire.planner.choice import (
+from gradwire.planner.links import Links
+from gradwire_tools.sim import Curves, Net, choice
+from gradwire_tools.sim.choice import (
     FULL,
     HALF,
     MARGIN,
@@ -23,11 +24,9 @@ from gradwire.planner.choice import (
     simulate,
     worth,
 )
-from gradwire.planner.links import Links
-from gradwire.planner.selective import decisions
-from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
+from gradwire_tools.sim.selective import decisions
 from rooms.integrations import auto
 
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")

@@ -10,17 +10,16 @@ import torch
 
 from gradwire import ConfigError, Options
 from gradwire.codecs import QSGD, Identity
+from gradwire.controllers.flexible import sparse_collective, sparse_collectives
 from gradwire.lang import layout
-from gradwire.planner.costs import (
+from gradwire_tools.sim import Curves, Net, Scenario, predict
+from gradwire_tools.sim.costs import (
     STRATEGIES,
     compressed,
     decide,
-    sparse_collective,
-    sparse_collectives,
     two_level,
     uncompressed,
 )
-from gradwire_tools.sim import Curves, Net, Scenario, predict
 
 NUMEL = 1 << 20
 
