@@ -266,22 +266,6 @@ def slower_passes_make_a_new_plan(rank: int) -> None:
         assert any("passes take 3e+04 ms, no longer 1000" in line for line in ended(handle))
 
 
-def a_measured_plan_stays(rank: int) -> None:
-    """The planner's choice, without a trial or a watch."""
-    with pytest.MonkeyPatch.context() as monkey:
-        planned(monkey, [CODED, HALF])
-        model = model_of()
-        handle = gw.attach(model, plan="measured")
-        train(model, handle, lambda: "qsgd" in handle.plan.parameters[0].how.lower())
-        for _ in range(8):
-            train(model, handle, lambda: True)
-        assert handle.adaptation is None
-        found = ended(handle)
-        assert len(found) == 2
-        assert found[1].endswith("(as planned: a plan of the test's)")
-    refuses("leave it out", lambda: gw.attach(model_of(), "topk", plan="measured"))
-
-
 def detaching_ends_the_background(rank: int) -> None:
     """Also what waits for ranks that will not come, and what has not begun."""
     with pytest.MonkeyPatch.context() as monkey:
@@ -387,13 +371,11 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
         ("methods='powersgd': give several", lambda: gw.Auto(methods="powersgd")),
         ("zip", lambda: gw.Auto(methods=["zip"])),
         ("trial=0", lambda: gw.Auto(methods=["powersgd"], trial=0)),
-        ("trial=0", lambda: gw.attach(model, plan="measured", auto=gw.Auto(methods=["powersgd"]))),
         ("lgrecco", lambda: gw.Auto(policy="lgrecco")),
         ("policy=5: give a policy", lambda: gw.Auto(policy=5)),  # type: ignore[arg-type]
         ("replan has mixed=True", lambda: gw.Auto(replan=gw.Replan(mixed=True))),
         ("replan=None: give gw.Replan", lambda: gw.Auto(replan=None)),  # type: ignore[arg-type]
         ("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5)),  # type: ignore[arg-type]
-        ("auto=5: give gw.Auto", lambda: gw.attach(model, plan="measured", auto=5)),  # type: ignore[arg-type]
     ):
         refuses(said, call)
 
@@ -428,7 +410,6 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         a_method_that_nothing_predicts_is_tried,
         changed_links_make_a_new_plan,
         slower_passes_make_a_new_plan,
-        a_measured_plan_stays,
         detaching_ends_the_background,
         links_are_probed,
         without_links_or_costs_the_reference_stays,
