@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from gradwire.integrations.backend_register import register
     from gradwire.integrations.flexible import Flexible
     from gradwire.integrations.handle import Handle
-    from gradwire.integrations.probe import Probe, probe
     from gradwire.integrations.replan import Replan
     from gradwire.integrations.trainers import accelerate as accelerate
     from gradwire.integrations.trainers import keras as keras
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from gradwire.integrations.trainers import transformers as transformers
     from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
+    from gradwire.planner.probe import Probe, probe
 
 __version__ = "0.1.0"
 
@@ -151,7 +151,7 @@ _HOMES = {
     "integrations.flexible": ("Flexible",),
     "integrations.handle": ("Handle",),
     "integrations.auto": ("Auto",),
-    "integrations.probe": ("Probe", "probe"),
+    "planner.probe": ("Probe", "probe"),
     "integrations.replan": ("Replan",),
     "integrations.triggers": ("Triggers",),
 }

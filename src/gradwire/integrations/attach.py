@@ -31,7 +31,6 @@ from gradwire.integrations.refused import check_module
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
-from gradwire.integrations.summary import expectation
 from gradwire.integrations.synchronised import synchronised
 from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import in_hand, original
@@ -122,9 +121,9 @@ def attach(
             suffice ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
 
         plan: a file that `handle.plan.save` wrote, of the same model: it says how each parameter
-            is sent, in place of codec, include, exclude, codecs, error_feedback and weights. Or
-            a file that `gradwire plan --save` wrote before training, for DDP: it has the algorithm,
-            segments and coalesce_bytes, too, where the call leaves these out, and what is expected.
+            is sent, in place of codec, include, exclude, codecs, error_feedback and weights. One of
+            `gradwire plan --save`, for DDP, has algorithm, segments and coalesce_bytes, too, for
+            calls that leave them out, and what is expected of a pass.
 
         policy: changes methods per parameter while training runs, at no more than the error that
             `codec` would make everywhere: gw.LGreco() or another policy, or its name with options
@@ -242,10 +241,9 @@ def _told(made: Handle, pinned: PlanFile | None) -> Handle:
     """`made`, and a line in the log if it has nothing to do, or what its plan lets expect."""
     if made.world_size == 1:
         log.info("attach: a single process sends nothing, so nothing is compressed")
-    elif pinned is not None and pinned.planned:
-        made.planned = pinned.planned
-        if made.rank == 0:
-            log.info("attach: %s", expectation(pinned.planned))
+    made.pinned = pinned
+    if pinned is not None and pinned.planned and made.world_size > 1 and made.rank == 0:
+        log.info("attach: %s", pinned.expectation())
     return made
 
 

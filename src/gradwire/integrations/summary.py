@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,22 +281,6 @@ def _weights_line(plan: Plan, stats: dict[str, Any]) -> str:
     now = stats["weights_kept_bytes"]
     when = "" if now or stats["steps"] else " before the first step"
     return f"{text}; every rank keeps {kept}: {now:,} bytes{when}"
-
-
-def expectation(planned: Mapping[str, Any], stats: Mapping[str, Any] | None = None) -> str:
-    """What `gradwire plan` expects of a pass, from its first gradient to its last average, and what
-    was measured so far."""
-
-    def told(seconds: float, backward: float) -> str:
-        return f"{1e3 * seconds:.4g} ms a pass, {1e3 * (seconds - backward):.4g} of them exposed"
-
-    text = f"the plan expects {told(planned['seconds'], planned['backward_seconds'])}"
-    if stats is None or not stats["steps"]:
-        return text
-    backward, exposed = (
-        stats[key] / stats["steps"] for key in ("backward_seconds", "exposed_seconds")
-    )
-    return f"{text}; measured: {told(backward + exposed, backward)}"
 
 
 def transport_name(comm: Communicator) -> str:

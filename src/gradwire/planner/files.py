@@ -22,6 +22,7 @@ from gradwire.planner.rules import exactly
 from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
+_PARTS = ("backward", "exposed")
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,20 @@ class PlanFile:
             return given
         algorithm, segments, coordinated = (self.planned[name] for name in decided)
         return replace(given.through(algorithm), segments=segments, coordinated=coordinated)
+
+    def expectation(self, stats: Mapping[str, Any] | None = None) -> str:
+        """What `gradwire plan`, which made the plan, expects of a pass, from its first gradient to
+        its last average; and what a handle's `stats` have measured."""
+
+        def told(seconds: float, backward: float) -> str:
+            exposed = 1e3 * (seconds - backward)
+            return f"{1e3 * seconds:.4g} ms a pass, {exposed:.4g} of them exposed"
+
+        text = told(self.planned["seconds"], self.planned["backward_seconds"])
+        if stats is None or not stats["steps"]:
+            return f"the plan expects {text}"
+        backward, exposed = (stats[f"{of}_seconds"] / stats["steps"] for of in _PARTS)
+        return f"the plan expects {text}; measured: {told(backward + exposed, backward)}"
 
     def every_shape(self, path: str | os.PathLike[str]) -> Mapping[str, tuple[int, ...]]:
         """The shapes of all parameters, by name.

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from gradwire.errors import ConfigError
 from gradwire_tools.cli import options
 from gradwire_tools.cli.options import Text, names, writable
 from gradwire_tools.cli.output import output
@@ -35,59 +34,34 @@ def decide(
     threads: options.KernelThreads = 1,
     curves: options.CurvesFile = None,
     fresh: options.Fresh = False,
-    save: Annotated[
-        Path | None, Option(help="Write the best setting, for gw.attach(model, plan=FILE).")
-    ] = None,
+    save: Annotated[Path | None, Option(help="A plan for gw.attach(model, plan=FILE).")] = None,
     json_file: options.Json = None,
 ) -> None:
-    """Which gradients to compress on a network, in which setting; or that bf16 or none is best.
-
-    Under torchrun it joins the ranks that torchrun has started, and plans on the network between
-    them, which they measure.
-    """
+    """Which gradients to compress on a network, in which setting; or that bf16 or none is best."""
     if context.invoked_subcommand is not None:
         return
     if all(given is None for given in (model, shapes, net, save, json_file)):
         typer.echo(context.get_help())
         return
-    from gradwire_tools.bench.network.world import World, started_by_torchrun
-
-    joins = started_by_torchrun(os.environ) > 1
-    if (model is None) == (shapes is None) or (net is None and not joins):
-        raise ConfigError(
-            "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
-        )
-    from gradwire.planner.files import PlanFile
     from gradwire_tools.predict import planning
 
-    if joins:
-        source = context.get_parameter_source("ranks")
-        is_given = source is not None and source.name != "DEFAULT"
-        ranks = World.of(ranks if is_given else None, net or "none", os.environ).count
-        net = None
-        if per_node != 1:
-            raise ConfigError(
-                f"--per-node {per_node}: under torchrun the ranks' machines are known; leave it out"
-            )
+    given = None if "DEFAULT" in str(context.get_parameter_source("ranks")) else ranks
+    wanted = planning.WantedPlan(
+        model, shapes, net, names("--codec", codec_name) or [], given, per_node, cores, backward,
+        threads, curves, fresh, save,
+    )  # fmt: skip
     if curves is not None and (fresh or not curves.exists()):
         writable("--curves", curves)
     writable("--save", save)
-    given = None if shapes is None else PlanFile.read(shapes).every_shape(shapes)
-    wanted = planning.WantedPlan(
-        model or str(shapes), net, names("--codec", codec_name) or [],
-        ranks, per_node, cores, backward, threads, curves, fresh, given, save,
-    )  # fmt: skip
-    if joins and os.environ["RANK"] != "0":
-        planning.join(wanted)  # rank 0 has the rows
+    if wanted.world is not None and os.environ["RANK"] != "0":
+        planning.join(wanted.world)  # rank 0 has the rows
         return
     with output(json_file) as out:
         rows = out.quiet(lambda advance: planning.run(wanted, advance))
-        layers = [row for row in rows if row["part"] == "layer"]
-        columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
-        out.table(layers, [*columns, "compress", "partitions"])
-        columns = ["method", "algorithm", "coordinated", "segments", "coalesce_bytes", "least"]
-        settings = [row for row in rows if row["part"] == "setting"]
-        out.table(settings, [*columns, "seconds", "wire_bytes", "saves"])
+        layer = "numel count uncompressed_seconds compressed_seconds compress partitions"
+        best = "method algorithm coordinated segments coalesce_bytes least seconds wire_bytes saves"
+        for part, columns in (("layer", layer), ("setting", best)):
+            out.table([row for row in rows if row["part"] == part], columns.split())
         out.say(rows[-1]["detail"])
 
 

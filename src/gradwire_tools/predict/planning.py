@@ -29,11 +29,10 @@ import torch.distributed as dist
 from gradwire import codecs as codec_table
 from gradwire import groups
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec
 from gradwire.planner.files import PlanFile
 from gradwire.planner.links import Links, measure_links
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.network.world import World
+from gradwire_tools.bench.network.world import World, started_by_torchrun
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
@@ -51,28 +50,41 @@ class WantedPlan:
     """The command line's request.
 
     Attributes:
-        model, ranks, per_node, cores, backward: see gradwire_tools.sim.Scenario.
+        model, per_node, cores, backward: see gradwire_tools.sim.Scenario.
+        shapes: a plan's file, which has names and shapes of parameters, in place of `model`.
         net: as the command line has it; None: torchrun's ranks measure theirs.
         codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
+        ranks: None: 4, or as many as torchrun has started.
         threads, file, fresh: as of gradwire_tools.predict.simulate.WantedCollectives.
-        shapes: of the parameters by name, if `model` is only a name for them.
         save: where the best setting is written as a plan, for `gw.attach(model, plan=FILE)`.
+
+    Raises:
+        ConfigError: arguments that do not go together, or a file that is no plan.
     """
 
-    model: str
+    model: str | None
+    shapes: Path | None
     net: str | None
     codecs: Sequence[str] = ("qsgd:bits=4",)
-    ranks: int = 4
+    ranks: int | None = None
     per_node: int = 1
     cores: float | None = None
     backward: float = 0.0
     threads: int = 1
     file: Path | None = None
     fresh: bool = False
-    shapes: Mapping[str, models.Shape] | None = None
     save: Path | None = None
 
     def __post_init__(self) -> None:
+        if (self.model is None) == (self.shapes is None) or (self.net or self.world) is None:
+            raise ConfigError(
+                "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
+            )
+        if self.world is not None and self.per_node != 1:
+            raise ConfigError(
+                f"--per-node {self.per_node}: under torchrun the ranks' machines are known; leave "
+                "it out"
+            )
         if self.save is not None and self.shapes is None:
             raise ConfigError(
                 f"--save {self.save}: a plan has the names of parameters: give --shapes, a file "
@@ -80,25 +92,34 @@ class WantedPlan:
             )
 
     @property
-    def known_codecs(self) -> list[Codec]:
-        """The codecs themselves."""
-        return [codec_table.get(text) for text in self.codecs]
+    def world(self) -> World | None:
+        """The ranks that torchrun has started; None: it has not."""
+        if started_by_torchrun(os.environ) == 1:
+            return None
+        return World.of(self.ranks, self.net or "none", os.environ)
 
     @property
+    def parameters(self) -> Mapping[str, models.Shape]:
+        """Of a file, the shapes by name."""
+        return {} if self.shapes is None else PlanFile.read(self.shapes).every_shape(self.shapes)
+
     def situation(self) -> Situation:
         """Without curves; on a network that is to be measured, without its links.
 
         Raises:
             ConfigError: an unknown name or a number out of range.
         """
-        shapes = models.shapes(self.model) if self.shapes is None else self.shapes.values()
-        network = Network.parse(self.net or "none", emulated=False)
-        return Situation(
-            tuple(shape for shape in shapes if math.prod(shape)), self.ranks,
-            Net(self.net or "as it is", network.rate_bits_per_s, network.latency_s),
-            simulate.NO_CURVES, self.per_node, math.inf if self.cores is None else self.cores,
-            self.backward,
-        )  # fmt: skip
+        given = self.parameters.values() if self.model is None else models.shapes(self.model)
+        shapes = tuple(shape for shape in given if math.prod(shape))
+        ranks, net = 4 if self.ranks is None else self.ranks, Net("as it is")
+        if self.world is not None:
+            ranks = self.world.count
+        elif self.net is not None:
+            network = Network.parse(self.net, emulated=False)
+            net = Net(self.net, network.rate_bits_per_s, network.latency_s)
+        cores = math.inf if self.cores is None else self.cores
+        of = ranks, net, simulate.NO_CURVES, self.per_node, cores, self.backward
+        return Situation(shapes, *of)
 
 
 @stamped
@@ -112,13 +133,18 @@ def run(wanted: WantedPlan, advance: workers.Advance | None = None) -> Iterator[
             measured.
         TransportError: torchrun's ranks cannot be joined.
     """
-    chosen, where = wanted.known_codecs, wanted.situation
-    found = join(wanted, advance) if wanted.net is None else None
+    chosen = [codec_table.get(text) for text in wanted.codecs]
+    where, world = wanted.situation(), wanted.world
+    found = None if world is None else join(world, advance)
     of = wanted.threads, wanted.file, wanted.fresh, advance
     known = simulate.known_curves([FULL, HALF, *chosen], *of)
     where = replace(where, curves=known) if found is None else measured(where, known, *found)
     choice = choose(where, chosen)
-    context = {"model": wanted.model, "ranks": where.ranks, "net": where.net.text}
+    context = {
+        "model": wanted.model or str(wanted.shapes),
+        "ranks": where.ranks,
+        "net": where.net.text,
+    }
     if chosen:
         best = choice.of(chosen[0]).setting
         for one in decisions(where, best.codec, best.options.algorithm):
@@ -149,13 +175,12 @@ def run(wanted: WantedPlan, advance: workers.Advance | None = None) -> Iterator[
         "part": "verdict", **context, "compress": choice.compresses,
         "method": name(choice.best.setting.codec), "detail": choice.verdict,
     }  # fmt: skip
-    if wanted.save is not None and wanted.shapes is not None:
-        plan_of(choice.best, wanted.shapes, wanted.backward).save(wanted.save)
+    if wanted.save is not None:
+        plan_of(choice.best, wanted.parameters, wanted.backward).save(wanted.save)
 
 
-def join(wanted: WantedPlan, advance: workers.Advance | None = None) -> tuple[Links, Sequence[int]]:
+def join(world: World, advance: workers.Advance | None = None) -> tuple[Links, Sequence[int]]:
     """As one of torchrun's ranks: the links between all, and each rank's machine."""
-    world = World(wanted.ranks, Network.parse("none"), joins=True)
     (found,) = workers.measured(partial(measure), world, _TIMEOUT_S, advance)
     return found["links"], found["machines"]
 

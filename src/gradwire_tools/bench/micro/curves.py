@@ -78,11 +78,8 @@ def measured(
     else:
         known = curves.load(file)
     missing = [codec for codec in wanted if str(codec) not in known.codecs]
-    known = replace(
-        known,
-        codecs={**known.codecs, **costs(missing)},
-        link=replace(known.link, **_GOODPUT),
-    )
+    link = replace(known.link, **_GOODPUT)
+    known = replace(known, codecs={**known.codecs, **costs(missing)}, link=link)
     known.save(file)
     return known
 
