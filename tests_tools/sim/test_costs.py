@@ -82,7 +82,7 @@ def seconds(ranks: int, algorithm: str, encode: float, decode: float, per_node: 
     curves = Curves("none", 1, {str(QSGD()): form, str(Identity()): dense})
     options = Options(algorithm=algorithm, segments=1)
     net, size = Net("slow", 8e3), str(NUMEL)
-    scenario = Scenario(ranks, net, QSGD(), size, options, per_node=per_node, exact=True)
+    scenario = Scenario(ranks, net, QSGD(), size, options=options, per_node=per_node, exact=True)
     return float(predict(scenario, curves)["seconds"])
 
 

@@ -230,7 +230,7 @@ def _plain(codec: Codec, where: Situation) -> Iterator[Setting]:
             continue  # there is one level
         setting = Setting(codec, Options(algorithm=name))
         try:
-            Scenario(where.ranks, where.net, codec, where.shapes, setting.options)
+            Scenario(where.ranks, where.net, codec, where.shapes, options=setting.options)
         except ConfigError:  # not defined in this algorithm
             continue
         yield setting
