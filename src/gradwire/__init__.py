@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from gradwire.integrations.backend_register import register
     from gradwire.integrations.flexible import Flexible
     from gradwire.integrations.handle import Handle
-    from gradwire.integrations.probe import Probe, probe
     from gradwire.integrations.trainers import accelerate as accelerate
     from gradwire.integrations.trainers import keras as keras
     from gradwire.integrations.trainers import lightning as lightning
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from gradwire.integrations.trainers import transformers as transformers
     from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
+    from gradwire.planner.probe import Probe, probe
 
 __version__ = "0.1.0"
 
@@ -151,7 +151,7 @@ _HOMES = {
     "integrations.flexible": ("Flexible",),
     "integrations.handle": ("Handle",),
     "decide.auto": ("Auto",),
-    "integrations.probe": ("Probe", "probe"),
+    "planner.probe": ("Probe", "probe"),
     "decide.replan": ("Replan",),
     "integrations.triggers": ("Triggers",),
 }

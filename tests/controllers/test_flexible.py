@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from gradwire.aggregators import ARTopK, LWTopK
-from gradwire.controllers.flexible import DENSITIES, Candidate, knee, search
+from gradwire.controllers.flexible import DENSITIES, Candidate, knee, search, sparse_collectives
 from gradwire.errors import ConfigError
-from gradwire.planner.costs import sparse_collectives
 from rooms.integrations import ALGORITHMS, method_of, selected_from
 
 pytest.importorskip("pymoo")

@@ -160,12 +160,17 @@ def test_every_rank_says_that_automatic_mode_has_ended(caplog: pytest.LogCapture
     assert module.weight.how.startswith("Cast")
 
 
-def test_only_what_is_worth_it_beats_what_is_more_exact() -> None:
-    assert worth([1.0]) == 0
-    assert worth([1.0, 0.96, 0.92]) == 0
-    assert worth([1.0, 0.94, 0.88]) == 2
-    assert worth([1.0, 0.94, 0.92]) == 1
-    assert worth([1.0, 2.0, 0.94]) == 2
+def test_the_margin_counts_beside_all_that_is_more_exact() -> None:
+    """Not only beside the best so far."""
+    for expected, *seconds in (
+        (0, 1.00),
+        (1, 1.00, 0.94),
+        (0, 1.00, 0.96, 0.94),  # less than 1.00 by more than 5 %, but not than 0.96
+        (2, 1.00, 0.96, 0.90),
+        (1, 1.00, 0.90, 0.86),
+        (3, 1.00, 1.20, 0.96, 0.90),
+    ):
+        assert worth(seconds) == expected
 
 
 def test_what_automatic_mode_does_not_take_is_named() -> None:

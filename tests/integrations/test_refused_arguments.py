@@ -40,7 +40,7 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL, {"codec": "zstd"}, "'zstd': use one of identity"),
     (ALL, {"codec": "topk", "densty": 0.1}, "'densty': did you mean 'density'?"),
     (ALL, {"codec": "topk", "rank": 4}, "'topk' has no option 'rank': use one of density"),
-    (("attach",), {"plan": "measred"}, "plan='measred': did you mean 'measured'?"),
+    (("attach",), {"plan": "measured"}, "gradwire plan --shapes FILE --net RATE,LATENCY --save"),
     (("attach",), {"policy": "l-greco"}, "unknown policy 'l-greco': did you mean 'lgreco'?"),
     (ALL, {"algorithm": "rings"}, "unknown algorithm 'rings': did you mean 'ring'?"),
     (ALL, {"bitz": 4}, "bitz"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from sharded_model import backward, own_mesh, sharded
 from torch import nn
 
 import gradwire as gw
+from gradwire.planner.files import PlanFile
 from ranks import as_processes, refuses
 
 pytestmark = pytest.mark.multiprocess
@@ -31,6 +33,8 @@ def pinned(rank: int, folder: str) -> None:
     other = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 32)))
     refuses("1.weight", partial(gw.attach, other, plan=path))
 
+    planned = replace(PlanFile.read(path), planned={"seconds": 1.0})
+
     path = f"{folder}/fsdp{rank}.json"
     weights: Any = {"*.weight": "randomshift:bits=6"}
     old = gw.attach(sharded(mesh=own_mesh()), "qsgd:bits=5", weights=weights, error_feedback=True)
@@ -39,6 +43,7 @@ def pinned(rank: int, folder: str) -> None:
     new = gw.attach(model, plan=path, keep="payload")
     assert new.plan.parameters == old.plan.parameters
     backward(model, 0)
+    refuses("gradwire plan has planned for DDP", partial(gw.attach, model, plan=planned))
     assert new.stats()["weights_wire_bytes"] > 0
 
 

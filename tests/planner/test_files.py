@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from command_line import rows_of, run
-from gradwire import ConfigError, codecs
+from gradwire import ConfigError, Options, codecs
 from gradwire.aggregators import registry
 from gradwire.planner import Rules, make_plan
 from gradwire.planner.files import PlanFile, differences
@@ -100,6 +101,23 @@ def test_a_plan_is_shown_with_bits_per_value(tmp_path: Path) -> None:
     assert [(row["numel"], row["bits"]) for row in old] == [(288, None), (2048, None), (32, None)]
 
 
+PLANNED = {
+    "algorithm": "ring", "segments": 4, "coordinated": False, "coalesce_bytes": 0,
+    "seconds": 0.5, "backward_seconds": 0.25,
+}  # fmt: skip
+
+
+def test_what_was_planned_comes_back_and_yields_to_the_callers_options(tmp_path: Path) -> None:
+    saved = replace(PlanFile.of(plan_of()), planned=PLANNED)
+    saved.save(tmp_path / "plan.json")
+    file = PlanFile.read(tmp_path / "plan.json")
+    assert file == saved
+    assert file.options(Options(threads=2)) == Options("ring", segments=4, threads=2)
+    for given in (Options("tree"), Options(segments=2), Options(coordinated=True)):
+        assert file.options(given) == given
+    assert PlanFile.of(plan_of()).options(Options()) == Options()
+
+
 BAD_FILES = [
     (None, "no plan: "),
     ("{", "no plan: "),
@@ -131,6 +149,17 @@ BAD_FILES = [
             ({"numel": 13, "shape": [3, 4]}, "has numel 13, and the shape [3, 4]"),
         )
     ),
+    *(
+        (json.dumps({"gradwire_plan": 1, "parameters": {}, "planned": planned}), said)
+        for planned, said in (
+            (5, "'planned' is not what gradwire plan --save writes"),
+            ({"algorithm": "ring"}, "'planned' is not what gradwire plan --save writes"),
+            ({**PLANNED, "algorithm": "rings"}, "planned: unknown algorithm 'rings'"),
+            ({**PLANNED, "segments": "4"}, "planned has the segments '4': give a whole number or"),
+            ({**PLANNED, "seconds": -1}, "planned has the seconds -1: give seconds"),
+            ({**PLANNED, "backward_seconds": None}, "planned has the backward_seconds None"),
+        )
+    ),
 ]
 
 
@@ -147,20 +176,24 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    file = PlanFile.of(plan_of())
+    plan = plan_of()
+    file, (first, *_) = PlanFile.of(plan), plan.parameters
+    file.check(plan.parameters)
     with pytest.raises(ConfigError, match="no parameter other"):
-        file.check([*file.gradients, "other"])
-    with pytest.raises(ConfigError, match="the module has no parameter"):
-        file.check(["conv.weight"])
+        file.check([*plan.parameters, replace(first, name="other")])
+    with pytest.raises(ConfigError, match=r"the module has no parameter list.\[0\].weight"):
+        file.check([first])
+    with pytest.raises(ConfigError, match=r"conv.weight has the shape \(3,\), and \(8, 4, 3, 3\)"):
+        file.check([replace(first, shape=(3,))])
 
 
 def test_ranks_may_save_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has written, and none has renamed, when the first renames."""
-    written, replace = threading.Barrier(3), Path.replace
+    written, rename = threading.Barrier(3), Path.replace
 
     def late(self: Path, target: Path) -> Path:
         written.wait(60)
-        return replace(self, target)
+        return rename(self, target)
 
     monkeypatch.setattr(Path, "replace", late)
     path, plan = tmp_path / "plan.json", plan_of("qsgd:bits=4")

@@ -1,6 +1,6 @@
 """Of `gradwire.decide`: what its page does not export, and tests use."""
 
-from gradwire.decide import tables
+from gradwire.decide import auto, tables
 from gradwire.decide.auto import Automatic, worth
 from gradwire.decide.policy import Adaptation
 from gradwire.decide.replan import CHECKS

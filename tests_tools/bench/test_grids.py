@@ -15,6 +15,7 @@ from bench_runs import OPTIONS, Found, trained
 from rich.console import Console
 from test_train_sharded import SHARDED, STEPS, sizes
 
+from gradwire.planner.kernel_costs import FORMS
 from gradwire_tools.bench.paper import grids
 from gradwire_tools.bench.quantities import seconds
 from gradwire_tools.bench.train import sharded
@@ -22,7 +23,6 @@ from gradwire_tools.bench.train.sharded import TorchGather, TorchScatter, kept
 from gradwire_tools.cli import program
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
-from gradwire_tools.sim.kernel_costs import FORMS
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from products import EXHAUSTIVE
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from gradwire.codecs import QSGD
-from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
+from gradwire.planner import kernel_costs
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
 from gradwire_tools.bench.network.network import MeasuredStep
 from gradwire_tools.bench.paper import ablation, planner_grid
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
-from gradwire_tools.sim import Curves, kernel_costs
+from gradwire_tools.sim import Curves
+from gradwire_tools.sim.choice import FULL, HALF, Setting, choose, simulate
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
 from products import EXHAUSTIVE, exhaustive

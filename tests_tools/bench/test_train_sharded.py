@@ -9,13 +9,13 @@ import pytest
 from bench_runs import OPTIONS, TINY, Found, trained
 
 from gradwire.lang import layout
+from gradwire.planner.kernel_costs import FORMS
 from gradwire.planner.weights import WeightRules
 from gradwire_tools.bench.tasks import get
 from gradwire_tools.bench.train import sharded
 from gradwire_tools.bench.train.sharded import layers
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
-from gradwire_tools.sim.kernel_costs import FORMS
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import codecs_of
 from products import EXHAUSTIVE

@@ -19,11 +19,11 @@ from typer.models import ArgumentInfo
 
 from command_line import refusal, run
 from gradwire.lang import jit
+from gradwire.planner import kernel_costs
 from gradwire_tools.bench import interleaved
 from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.cli.program import BAD_INPUT, FAILED, app
 from gradwire_tools.lab import Lab
-from gradwire_tools.sim import kernel_costs
 
 HUGE = "1000000000000000"
 # of commands, by their names

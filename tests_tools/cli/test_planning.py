@@ -1,18 +1,34 @@
-"""`gradwire plan --model --net`: the rows, the verdict, and bad input."""
+"""`gradwire plan`: the rows, the verdict, bad input, and plans that `attach` reads."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
+import math
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+import gradwire as gw
 from command_line import rows_of, run, wrongly_refused
 from gradwire.codecs import QSGD, Cast, Identity
+from gradwire.planner import Rules, make_plan
+from gradwire.planner.files import PlanFile
+from gradwire.planner.links import Links
 from gradwire_tools.predict import planning
-from gradwire_tools.sim import Curves
+from gradwire_tools.sim import Curves, Net
+from gradwire_tools.sim.choice import Situation
 from gradwire_tools.sim.curves import Software
 from gradwire_tools.sim.rank import Overheads
+from ranks import as_processes, refuses
 
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 MODEL = "256x1024,4096x512,64x64"
@@ -64,10 +80,131 @@ def test_the_shapes_of_a_saved_plan(file: Path, tmp_path: Path) -> None:
     found = rows_of("plan", "--shapes", str(saved), *given)
     assert [row["numel"] for row in found if row["part"] == "layer"] == [4096, 1 << 18, 1 << 21]
     assert {row["model"] for row in found} == {str(saved)}
+    nowhere = run("plan", "--shapes", str(saved), *given, "--save", str(tmp_path / "no" / "plan"))
+    assert "not a file in an existing folder" in nowhere.err
     saved.write_text(json.dumps({"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd"}}}))
     assert "parameter a has no 'shape'" in run("plan", "--shapes", str(saved), *given).err
     both = run("plan", "--shapes", str(saved), "--model", "1e6", *given)
     assert "give --model or --shapes" in both.err
+
+
+def network(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    """Of a model with a large and a small matrix, before training: any plan of it has them."""
+    named = network(256, 256, 8).named_parameters()
+    make_plan(named, Rules(), 2).save(tmp_path / "shapes.json")
+    return tmp_path / "shapes.json"
+
+
+class Told(logging.Handler):
+    """Lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def it_is_attached(rank: int, path: str) -> None:
+    told, log = Told(), logging.getLogger("gradwire")
+    log.addHandler(told)
+    log.setLevel(logging.INFO)
+    file, model = PlanFile.read(path), DDP(network(256, 256, 8))
+    handle = gw.attach(model, plan=path)
+    expects = f"the plan expects {1e3 * file.planned['seconds']:.4g} ms a pass, "
+    assert [expects in line for line in told.lines if "expects" in line] == [True] * (rank == 0)
+    assert PlanFile.of(handle.plan).gradients == file.gradients
+    for name in ("algorithm", "segments", "coordinated"):
+        assert getattr(handle.plan.options, name) == file.planned[name]
+    assert handle.plan.coalesce_bytes == file.planned["coalesce_bytes"]
+    assert "measured: " not in str(handle)
+    for step in range(2):
+        model(torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        assert handle.stats()["steps"] == step + 1
+    assert f"{expects}" in str(handle)
+    assert " of them exposed; measured: " in str(handle)
+    mine = model.module[0].weight.grad
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, mine)
+    handle.update("bf16").wait()
+    for _ in range(3):
+        model(torch.ones(4, 256)).sum().backward()
+    assert "the plan expects" not in str(handle)  # of another plan
+    handle.detach()
+    given = gw.attach(model, plan=path, algorithm="tree", coalesce_bytes=5)
+    assert (given.plan.options.algorithm, given.plan.coalesce_bytes) == ("tree", 5)
+    for widths, said in (
+        ((256, 256, 8, 8), "plan: the file has no parameter 2.weight"),
+        ((256, 256), "1.weight"),
+        ((256, 512, 8), "plan: parameter 0.weight has the shape (512, 256), and (256, 256) in the"),
+    ):
+        refuses(said, partial(gw.attach, DDP(network(*widths)), plan=path))
+
+
+@pytest.mark.multiprocess
+def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    given = ["--net", "10mbit,5ms", "--ranks", "2", "--curves", str(file), "--backward", "0.01"]
+    found = rows_of("plan", "--shapes", str(shapes), *given, "--save", path)
+    best = min((row for row in found if row["part"] == "setting"), key=lambda row: row["seconds"])
+    assert best["method"] == "qsgd"
+    saved = PlanFile.read(path)
+    assert saved.planned == {
+        **{key: best[key] for key in ("algorithm", "segments", "coordinated", "coalesce_bytes")},
+        "seconds": best["seconds"],
+        "backward_seconds": 0.01,
+    }
+    least = max(best["least"], 1)
+    assert saved.gradients == {
+        name: "qsgd" if len(shape) > 1 and math.prod(shape) >= least else "none"
+        for name, shape in PlanFile.read(shapes).shapes.items()
+    }
+    as_processes(2, it_is_attached, path)
+
+
+@pytest.mark.multiprocess
+def test_a_plan_for_the_network_of_torchrun_is_attached(
+    shapes: Path, file: Path, tmp_path: Path
+) -> None:
+    path, rows = tmp_path / "plan.json", tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "gradwire", "plan", "--shapes", str(shapes), "--curves", str(file)]
+    command += ["--save", str(path), "--json", str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {(row["net"], row["ranks"]) for row in found} == {("as it is", 2)}
+    assert done.stdout.count(found[-1]["detail"][:20]) == 1  # of one rank
+    as_processes(2, it_is_attached, str(path))
+    more = [*command, "--per-node", "2"]
+    refused = subprocess.run(more, capture_output=True, text=True, check=False, timeout=280)
+    assert "--per-node 2: under torchrun the ranks' machines are known" in refused.stderr
+
+
+def test_measured_links_become_a_network() -> None:
+    """Between machines by the worst link; inside of one they are its memory, and share cores."""
+    pairs = [(i, j, 1e-3 * (1 + j), 1e-8, 2e-8) for i in range(4) for j in range(i + 1, 4)]
+    links = Links.of(4, pairs)
+    where = Situation(((8, 8),), 4, Net("as it is"), Curves("", 1, {}))
+    known = Curves("", 1, {}, link=Software(overhead=1e-4, stack=1e-9))
+    two = planning.measured(where, known, links, [0, 0, 1, 1])
+    assert (two.per_node, two.cores, two.net.text) == (2, math.inf, "as it is")
+    assert two.net.rate_bits_per_s == pytest.approx(8 / 2e-8)
+    assert two.net.latency_s == pytest.approx(4e-3 - 1e-4)
+    assert two.curves.link.stack == 1e-9
+    assert planning.measured(where, known, links, [0, 0, 0, 1]).per_node == 1
+    one = planning.measured(where, known, links, [0] * 4)
+    assert (one.per_node, one.net) == (4, where.net)
+    assert 1 <= one.cores < math.inf
+    software = one.curves.link
+    assert software.memory == pytest.approx(1 / links.typical_beta)
+    assert (software.overhead, software.stack) == (links.typical_alpha, 0.0)
 
 
 MISTAKES = [
@@ -77,6 +214,8 @@ MISTAKES = [
     (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
     (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
     (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
+    (["--model", "1e6", "--net", "1gbit", "--save", "p"], "--save p: a plan has the names of"),
+    (["--save", "p"], "give --model or --shapes, and --net"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "none"], "leave it out here"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),

@@ -13,7 +13,8 @@ from machines import curves as made
 
 from gradwire import codecs
 from gradwire.errors import ConfigError
-from gradwire_tools.sim import Net, Scenario, calibrate, curves, kernel_costs, predict
+from gradwire.planner import kernel_costs
+from gradwire_tools.sim import Net, Scenario, calibrate, curves, predict
 from gradwire_tools.sim.rank import Overheads
 
 

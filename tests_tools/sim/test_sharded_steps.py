@@ -48,7 +48,7 @@ def row_of(
     weights, gradients = sent_by(parsed)
     feedback = parsed.options.get("error_feedback", False)
     groups = given.pop("groups", GROUPS)
-    one = ShardedScenario(ranks, net, weights, gradients, groups, feedback, **given)
+    one = ShardedScenario(ranks, net, weights, gradients, groups, feedback=feedback, **given)
     return predict_sharded(one, curves_of(one, free))
 
 

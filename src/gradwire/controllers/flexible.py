@@ -3,7 +3,13 @@
 A *candidate* is a density that was tried: what compressing took, and its *gain*, E|gc|^2 / E|ge|^2,
 with ge what a rank fed in (its gradient and residual) and gc what it sent of that. Communication is
 not measured but computed from latency and bandwidth, for the fastest collective of Eqs. 4 and 5
-(gradwire/planner/costs.py); so a search after a change of the network needs no new trial.
+(Table I): N ranks, M bytes of gradient, `alpha` seconds of latency and `beta` seconds per byte.
+
+    all_gather   alpha log2 N + 2 M density beta (N - 1)           values, and their indices
+    art_ring     alpha (2 (N-1) + log2 N) + M density beta (2 (N-1)/N + log2 N)
+    art_tree     3 alpha log2 N + 3 M density beta log2 N          a broadcast, then an all-reduce
+
+So a search after a change of the network needs no new trial.
 
     1. NSGA-II (pymoo) minimises (compression seconds, communication seconds, 1 / gain) over the
        densities between the least and the largest candidate. Between candidates, compression and
@@ -16,6 +22,7 @@ The paper names knee point and NSGA-II, not how the knee is found: 2 and 3 are o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import ConfigError
-from gradwire.planner.costs import sparse_collectives
 
 DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)  # by thirds, as the paper rounds them
 _POPULATION = 40
@@ -109,9 +115,35 @@ def search(
     # Three digits, as people write densities; within the candidates' range.
     density = float(np.clip(float(f"{np.exp(at):.3g}"), known[0].density, known[-1].density))
     compression, communication, inverse = objectives(np.log([density]))[0]
-    costs = sparse_collectives(ranks, nbytes, density, alpha, beta)
-    collective = min(costs, key=costs.__getitem__)
+    collective = sparse_collective(ranks, nbytes, density, alpha, beta)
     return SparseChoice(density, collective, *map(float, (compression, communication, 1 / inverse)))
+
+
+def sparse_collectives(
+    ranks: int, nbytes: float, density: float, alpha: float, beta: float
+) -> dict[str, float]:
+    """Seconds of each way to exchange the largest values of a gradient of `nbytes`.
+
+    Raises:
+        ConfigError: there is no rank, or the density is not above 0 and at most 1.
+    """
+    if ranks < 1 or not 0 < density <= 1:
+        raise ConfigError(
+            f"{ranks} ranks, density {density}: give 1 rank or more, and a density up to 1"
+        )
+    deep, others = math.log2(ranks), ranks - 1
+    sent = nbytes * density * beta
+    return {
+        "all_gather": alpha * deep + 2 * sent * others,
+        "art_ring": alpha * (2 * others + deep) + sent * (2 * others / ranks + deep),
+        "art_tree": 3 * alpha * deep + 3 * sent * deep,
+    }
+
+
+def sparse_collective(ranks: int, nbytes: float, density: float, alpha: float, beta: float) -> str:
+    """The fastest of them."""
+    costs = sparse_collectives(ranks, nbytes, density, alpha, beta)
+    return min(costs, key=costs.__getitem__)
 
 
 def knee(front: np.ndarray) -> int:

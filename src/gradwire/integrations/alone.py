@@ -125,7 +125,7 @@ def attach_alone(
     named = [(name, p) for name, p in every if p.requires_grad]
     plan = plan_alone(named, rules, *of)
     if pinned is not None:
-        pinned.check([p.name for p in plan.parameters])
+        pinned.check(plan.parameters)
     members = members_of(plan, seed, 0, 0)
 
     def install(plan: Plan) -> Alone:

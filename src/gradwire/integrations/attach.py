@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from gradwire.controllers import Policy
 from gradwire.decide.auto import Auto
 from gradwire.decide.replan import Replan
 from gradwire.decide.targets import policy_of, targets_of
-from gradwire.errors import ConfigError, check_keywords, nearest
+from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.integrations.alone import attach_alone
 from gradwire.integrations.bias import warn_of_bias
@@ -120,9 +120,9 @@ def attach(
             suffice ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
 
         plan: a file that `handle.plan.save` wrote, of the same model: it says how each parameter
-            is sent, in place of codec, include, exclude, codecs, error_feedback and weights. Or
-            "measured", for DDP: as "auto", but what costs that were measured at attach, and four
-            passes, let expect to be fastest is used from then on: nothing is tried or watched.
+            is sent, in place of codec, include, exclude, codecs, error_feedback and weights. One of
+            `gradwire plan --save`, for DDP, has algorithm, segments and coalesce_bytes, too, for
+            calls that leave them out, and what is expected of a pass.
 
         policy: changes methods per parameter while training runs, at no more than the error that
             `codec` would make everywhere: gw.LGreco() or another policy, or its name with options
@@ -150,13 +150,12 @@ def attach(
     if auto is not None and not isinstance(auto, Auto):
         raise ConfigError(f"attach: auto={auto!r:.60}: give gw.Auto(...), or leave it out")
     if plan == "measured":
-        if codec not in ("qsgd", "auto"):
-            raise ConfigError(
-                f'attach: codec={codec!r:.60}: plan="measured" chooses it: leave it out, or say '
-                "between which by auto=gw.Auto(codecs=...)"
-            )
-        codec, plan = "auto", None
-        auto = replace(auto or Auto(), watch=0, policy=None)
+        raise ConfigError(
+            'attach: plan="measured": plan before training, by `torchrun --nproc-per-node N -m '
+            "gradwire plan --shapes FILE --save PLAN` on the network as it is, or `gradwire plan "
+            "--shapes FILE --net RATE,LATENCY --save PLAN` on a given one, and give plan=PLAN "
+            "(handle.plan.save writes FILE)"
+        )
     automatic = codec == "auto"
     if automatic:
         asked = {"policy": policy, "replan": replan, **codec_options}
@@ -186,12 +185,14 @@ def attach(
                 "attach: a plan says how each parameter is sent: leave codec and its options, "
                 "include, exclude, codecs, error_feedback and weights out"
             )
-        if isinstance(plan, str) and not os.path.exists(plan) and nearest(plan, ["measured"]):
-            raise ConfigError(
-                f"attach: plan={plan!r}: did you mean 'measured'? No file has this name"
-            )
         pinned = plan if isinstance(plan, PlanFile) else PlanFile.read(plan)
         codec, codecs, weights = None, pinned.by_name(), pinned.weights_by_name()
+        if pinned.planned and isinstance(model, FSDPModule):
+            raise ConfigError("attach: plan: gradwire plan has planned for DDP, not for FSDP2")
+        if algorithm is None:
+            chosen = pinned.options(chosen)
+        if coalesce_bytes == COALESCE_BYTES:
+            coalesce_bytes = pinned.planned.get("coalesce_bytes", coalesce_bytes)
     given: dict[str, Any] = {
         "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
         "error_feedback": error_feedback,
@@ -215,11 +216,11 @@ def attach(
         used = gathered if compressed else None
         shards = plan_sharded(model, rules, weights=used, options=chosen)
         if pinned is not None:
-            pinned.check([p.name for p in shards.plan.parameters])
-        return _told(shards.handle(seed, adaptive))
+            pinned.check(shards.plan.parameters)
+        return _told(shards.handle(seed, adaptive), pinned)
     if not isinstance(model, DistributedDataParallel):
         WeightRules.of(weights, keep)  # for FSDP2, which is not used in a single process
-        return _told(attach_alone(model, rules, (chosen, coalesce_bytes), seed, pinned))
+        return _told(attach_alone(model, rules, (chosen, coalesce_bytes), seed, pinned), pinned)
     if weights is not None or keep is not None:
         raise ConfigError(
             "attach: weights and keep are for FSDP2 modules, which gather weights; DDP sends "
@@ -227,18 +228,21 @@ def attach(
         )
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
     if pinned is not None:
-        pinned.check([p.name for p in planned.plan.parameters])
+        pinned.check(planned.plan.parameters)
     if hook_state(model).reducer is not None:
         raise ConfigError(
             "this module already has a handle attached: call its detach() before attaching again"
         )
-    return _told(planned.handle(seed, adaptive, auto))
+    return _told(planned.handle(seed, adaptive, auto), pinned)
 
 
-def _told(made: Handle) -> Handle:
-    """`made`, and a line in the log if it has nothing to do."""
+def _told(made: Handle, pinned: PlanFile | None) -> Handle:
+    """`made`, and a line in the log if it has nothing to do, or what its plan lets expect."""
     if made.world_size == 1:
         log.info("attach: a single process sends nothing, so nothing is compressed")
+    made.pinned = pinned
+    if pinned is not None and pinned.planned and made.world_size > 1 and made.rank == 0:
+        log.info("attach: %s", pinned.expectation())
     return made
 
 
@@ -246,7 +250,7 @@ def _check_automatic(model: object, given: Mapping[str, object], error_feedback:
     """Raise ConfigError for what does not go with "auto"."""
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            'attach: "auto" and plan="measured" are for DDP modules; give an FSDP2 module a codec '
+            'attach: "auto" is for DDP modules; give an FSDP2 module a codec '
             "(`gradwire sim --sharded` predicts what it saves)"
         )
     for name, value in {**given, "error_feedback": error_feedback or None}.items():

@@ -25,7 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Dense
 from gradwire.control import Pending
-from gradwire.controllers.flexible import DENSITIES, Candidate, SparseChoice, check_pymoo, search
+from gradwire.controllers.flexible import (
+    DENSITIES,
+    Candidate,
+    SparseChoice,
+    check_pymoo,
+    search,
+    sparse_collective,
+)
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
@@ -41,7 +48,6 @@ from gradwire.integrations.sparse_methods import (
 )
 from gradwire.integrations.switch import Update
 from gradwire.integrations.triggers import Triggers
-from gradwire.planner.costs import sparse_collective
 from gradwire.planner.link_watch import LinkWatch
 from gradwire.planner.links import SECONDS, Links, measure_links
 from gradwire.planner.rules import exactly

@@ -23,6 +23,7 @@ from gradwire.integrations.saved import Saved
 from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
+from gradwire.planner.files import PlanFile
 from gradwire.planner.weights import Weights
 from gradwire.waiting import result_of
 
@@ -55,6 +56,7 @@ class Handle(Saved):
     ) -> None:
         super().__init__(reductions.members, seed, rank, reductions.ranks, gather, layout)
         self._reductions = reductions
+        self.pinned: PlanFile | None = None  # the file that `attach` was given
         self._install = install  # anew, after an exception in backward; None: that ends training
 
     @property
@@ -332,8 +334,11 @@ class Handle(Saved):
     def summary(self) -> str:
         on = self._reductions
         comms = [owner.comm for owner in on.owners]
-        of = self._plan_now(), self.rank, comms, on.expected(), self.stats(), self.world_size
+        stats = self.stats()
+        of = self._plan_now(), self.rank, comms, on.expected(), stats, self.world_size
         remarks = [f"  {line}" for line in on.remarks()]
+        if self.pinned is not None and self.pinned.planned and self.plan.version == 0:
+            remarks.append(f"  {self.pinned.expectation(stats)}")
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
         pending = [f"  {update}" for update in on.switch.pending()]
         found = summary(self._what(), *of)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, ErrorFeedback, registry
+from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.planner.plan import ParameterPlan, Plan
@@ -21,6 +22,7 @@ from gradwire.planner.rules import exactly
 from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
+_PARTS = ("backward", "exposed")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class PlanFile:
         feedback: parameters with error feedback.
         weights: the codec in which each parameter is gathered, as text; of FSDP2.
         numel, shapes: values and shape of each parameter.
+        planned: what `gradwire plan` decided beside methods, and expects: algorithm, segments,
+            coordinated, coalesce_bytes, seconds and backward_seconds of a pass; of other plans {}.
     """
 
     gradients: Mapping[str, str]
@@ -39,6 +43,7 @@ class PlanFile:
     weights: Mapping[str, str] = field(default_factory=dict)
     numel: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> PlanFile:
@@ -81,22 +86,23 @@ class PlanFile:
         for name, row in rows.items():
             if not isinstance(row, dict) or not isinstance(row.get("gradient"), str):
                 raise ConfigError(f"{path}: parameter {name} has no 'gradient': {row!r:.60}")
-            for key, (right, what) in _ROW.items():
-                if key in row and not right(row[key]):
-                    raise ConfigError(
-                        f"{path}: parameter {name} has the {key} {row[key]!r:.60}: give {what}"
-                    )
+            _check(f"{path}: parameter {name}", row, _ROW)
             if "numel" in row and row["numel"] != math.prod(row.get("shape", [row["numel"]])):
                 raise ConfigError(
                     f"{path}: parameter {name} has numel {row['numel']}, and the shape "
                     f"{row['shape']!r:.60}: they contradict each other"
                 )
+        planned = found.get("planned", {})
+        if not isinstance(planned, dict) or planned.keys() not in (set(), _PLANNED.keys()):
+            raise ConfigError(f"{path}: 'planned' is not what gradwire plan --save writes")
+        _check(f"{path}: planned", planned, _PLANNED)
         made = cls(
             {name: row["gradient"] for name, row in rows.items()},
             frozenset(name for name, row in rows.items() if row.get("error_feedback")),
             {name: row["weight"] for name, row in rows.items() if "weight" in row},
             {name: row["numel"] for name, row in rows.items() if "numel" in row},
             {name: tuple(row["shape"]) for name, row in rows.items() if "shape" in row},
+            planned,
         )
         for name in rows:
             try:
@@ -104,6 +110,10 @@ class PlanFile:
                 made.weight(name)
             except ConfigError as error:
                 raise ConfigError(f"{path}: parameter {name}: {error}") from None
+        try:
+            made.options(Options())
+        except ConfigError as error:
+            raise ConfigError(f"{path}: planned: {error}") from None
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -114,8 +124,9 @@ class PlanFile:
             rows[name] |= {"weight": self.weights[name]} if name in self.weights else {}
             rows[name] |= {"numel": self.numel[name]} if name in self.numel else {}
             rows[name] |= {"shape": list(self.shapes[name])} if name in self.shapes else {}
-        text = json.dumps({"gradwire_plan": _FORMAT, "parameters": rows}, indent=1)
-        write_whole(path, text + "\n")
+        found = {"gradwire_plan": _FORMAT, "parameters": rows}
+        found |= {"planned": dict(self.planned)} if self.planned else {}
+        write_whole(path, json.dumps(found, indent=1) + "\n")
 
     def aggregator(self, name: str) -> Aggregator:
         """How a parameter's gradient is averaged."""
@@ -135,8 +146,34 @@ class PlanFile:
         """For `attach`; None: the plan leaves weights alone."""
         return {exactly(name): self.weight(name) for name in self.weights} or None
 
-    def every_shape(self, path: str | os.PathLike[str]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of all parameters that have values.
+    def options(self, given: Options) -> Options:
+        """`given`, which decide what `gradwire plan` has decided, or else as that did.
+
+        Raises:
+            ConfigError: there is no such algorithm, or it is not defined with these segments.
+        """
+        decided = ("algorithm", "segments", "coordinated")
+        if not self.planned or any(getattr(given, n) != getattr(Options(), n) for n in decided):
+            return given
+        algorithm, segments, coordinated = (self.planned[name] for name in decided)
+        return replace(given.through(algorithm), segments=segments, coordinated=coordinated)
+
+    def expectation(self, stats: Mapping[str, Any] | None = None) -> str:
+        """What `gradwire plan`, which made the plan, expects of a pass, from its first gradient to
+        its last average; and what a handle's `stats` have measured."""
+
+        def told(seconds: float, backward: float) -> str:
+            exposed = 1e3 * (seconds - backward)
+            return f"{1e3 * seconds:.4g} ms a pass, {exposed:.4g} of them exposed"
+
+        text = told(self.planned["seconds"], self.planned["backward_seconds"])
+        if stats is None or not stats["steps"]:
+            return f"the plan expects {text}"
+        backward, exposed = (stats[f"{of}_seconds"] / stats["steps"] for of in _PARTS)
+        return f"the plan expects {text}; measured: {told(backward + exposed, backward)}"
+
+    def every_shape(self, path: str | os.PathLike[str]) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all parameters, by name.
 
         Raises:
             ConfigError: the file of this path does not have them.
@@ -146,16 +183,21 @@ class PlanFile:
                 raise ConfigError(
                     f"{path}: parameter {name} has no 'shape': save the plan with this version"
                 )
-        found = tuple(self.shapes[name] for name in self.gradients)
-        return tuple(shape for shape in found if math.prod(shape))
+        return self.shapes
 
-    def check(self, names: list[str]) -> None:
-        """Raise ConfigError unless the file has exactly these parameters."""
-        for name in names:
+    def check(self, parameters: Sequence[ParameterPlan]) -> None:
+        """Raise ConfigError unless the file has exactly these parameters, in these shapes."""
+        shapes = {p.name: p.shape for p in parameters}
+        for name, shape in shapes.items():
             if name not in self.gradients:
                 raise ConfigError(f"plan: the file has no parameter {name}: it is another model's")
+            if self.shapes.get(name, shape) != shape:
+                raise ConfigError(
+                    f"plan: parameter {name} has the shape {shape}, and {self.shapes[name]} in the "
+                    "file: it is another model's"
+                )
         for name in self.gradients:
-            if name not in names:
+            if name not in shapes:
                 raise ConfigError(f"plan: the module has no parameter {name}, which the file has")
 
 
@@ -193,15 +235,34 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _check(where: str, row: Mapping[str, Any], kinds: _Kinds) -> None:
+    for key, (right, what) in kinds.items():
+        if key in row and not right(row[key]):
+            raise ConfigError(f"{where} has the {key} {row[key]!r:.60}: give {what}")
+
+
 def _whole(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-_ROW: dict[str, tuple[Callable[[Any], bool], str]] = {
+def _seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+_Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
+_ROW: _Kinds = {
     "error_feedback": (lambda value: type(value) is bool, "true or false"),
     "weight": (lambda value: type(value) is str, "a codec in text"),
     "numel": (_whole, "a whole number"),
     "shape": (lambda value: type(value) is list and all(map(_whole, value)), "whole numbers"),
+}
+_PLANNED: _Kinds = {
+    "algorithm": (lambda value: type(value) is str, "a name"),
+    "segments": (lambda value: value is None or _whole(value), "a whole number or null"),
+    "coordinated": (lambda value: type(value) is bool, "true or false"),
+    "coalesce_bytes": (_whole, "a whole number"),
+    "seconds": (_seconds, "seconds"),
+    "backward_seconds": (_seconds, "seconds"),
 }
 
 

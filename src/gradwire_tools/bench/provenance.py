@@ -28,8 +28,8 @@ from typing import Any, ParamSpec
 import torch
 
 import gradwire
+from gradwire.planner import kernel_costs
 from gradwire_tools.bench.rows import Row
-from gradwire_tools.sim import kernel_costs
 
 P = ParamSpec("P")
 

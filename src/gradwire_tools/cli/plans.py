@@ -1,14 +1,14 @@
-"""`gradwire plan`: what to send, on a given network; and plans in files."""
+"""`gradwire plan`: what to send, on a given or measured network; and plans in files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from gradwire.errors import ConfigError
 from gradwire_tools.cli import options
 from gradwire_tools.cli.options import Text, names, writable
 from gradwire_tools.cli.output import output
@@ -34,36 +34,34 @@ def decide(
     threads: options.KernelThreads = 1,
     curves: options.CurvesFile = None,
     fresh: options.Fresh = False,
+    save: Annotated[Path | None, Option(help="A plan for gw.attach(model, plan=FILE).")] = None,
     json_file: options.Json = None,
 ) -> None:
     """Which gradients to compress on a network, in which setting; or that bf16 or none is best."""
     if context.invoked_subcommand is not None:
         return
-    if model is None and shapes is None and net is None and json_file is None:
+    if all(given is None for given in (model, shapes, net, save, json_file)):
         typer.echo(context.get_help())
         return
-    if (model is None) == (shapes is None) or net is None:
-        raise ConfigError(
-            "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
-        )
-    from gradwire.planner.files import PlanFile
     from gradwire_tools.predict import planning
 
+    given = None if "DEFAULT" in str(context.get_parameter_source("ranks")) else ranks
+    wanted = planning.WantedPlan(
+        model, shapes, net, names("--codec", codec_name) or [], given, per_node, cores, backward,
+        threads, curves, fresh, save,
+    )  # fmt: skip
     if curves is not None and (fresh or not curves.exists()):
         writable("--curves", curves)
-    given = None if shapes is None else PlanFile.read(shapes).every_shape(shapes)
-    wanted = (
-        model or str(shapes), net, names("--codec", codec_name) or [], ranks, per_node, cores,
-        backward, threads, curves, fresh, given,
-    )  # fmt: skip
+    writable("--save", save)
+    if wanted.world is not None and os.environ["RANK"] != "0":
+        planning.join(wanted.world)  # rank 0 has the rows
+        return
     with output(json_file) as out:
-        rows = out.quiet(planning.run(*wanted))
-        layers = [row for row in rows if row["part"] == "layer"]
-        columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
-        out.table(layers, [*columns, "compress", "partitions"])
-        columns = ["method", "algorithm", "coordinated", "segments", "coalesce_bytes", "least"]
-        settings = [row for row in rows if row["part"] == "setting"]
-        out.table(settings, [*columns, "seconds", "wire_bytes", "saves"])
+        rows = out.quiet(planning.run(wanted))
+        layer = "numel count uncompressed_seconds compressed_seconds compress partitions"
+        best = "method algorithm coordinated segments coalesce_bytes least seconds wire_bytes saves"
+        for part, columns in (("layer", layer), ("setting", best)):
+            out.table([row for row in rows if row["part"] == part], columns.split())
         out.say(rows[-1]["detail"])
 
 

@@ -1,4 +1,6 @@
-"""`gradwire plan --model --net`: which gradients are worth compressing, and the fastest setting.
+"""`gradwire plan`: which gradients are worth compressing, and the fastest setting, on a network.
+
+The network is given by --net, or that between torchrun's ranks, which measure it.
 
 Rows, with the costs of this machine's kernels (or of a file of curves):
 
@@ -7,65 +9,138 @@ Rows, with the costs of this machine's kernels (or of a file of curves):
                     in the algorithm of the best setting of the first codec
     part "setting"  method, algorithm, segments, coalesce_bytes, least, seconds, wire_bytes,
                     of_limit, saves (of the time of the best without a codec): the best setting of
-                    each codec, simulated (gradwire.planner.choice), the fastest first
+                    each codec, simulated (gradwire_tools.sim.choice), the fastest first
     part "verdict"  compress, method, detail: what to use, in a sentence
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from gradwire import codecs as codec_table
-from gradwire.planner.choice import FULL, HALF, Situation, choose, name
-from gradwire.planner.selective import decisions
+from gradwire import groups
+from gradwire.errors import ConfigError
+from gradwire.planner.files import PlanFile
+from gradwire.planner.links import Links, measure_links
+from gradwire_tools.bench import workers
+from gradwire_tools.bench.network.world import World, started_by_torchrun
+from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.rows import Row
 from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
-from gradwire_tools.sim import Net, models
+from gradwire_tools.sim import Curves, Net, models
+from gradwire_tools.sim.choice import FULL, HALF, Ranked, Situation, choose, name
+from gradwire_tools.sim.selective import decisions
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class WantedPlan:
+    """The command line's request.
+
+    Attributes:
+        model, per_node, cores, backward: see gradwire_tools.sim.Scenario.
+        shapes: a plan's file, which has names and shapes of parameters, in place of `model`.
+        net: as the command line has it; None: torchrun's ranks measure theirs.
+        codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
+        ranks: None: 4, or as many as torchrun has started.
+        threads, file, fresh: as of gradwire_tools.predict.simulate.WantedCollectives.
+        save: where the best setting is written as a plan, for `gw.attach(model, plan=FILE)`.
+
+    Raises:
+        ConfigError: arguments that do not go together, or a file that is no plan.
+    """
+
+    model: str | None
+    shapes: Path | None
+    net: str | None
+    codecs: Sequence[str] = ("qsgd:bits=4",)
+    ranks: int | None = None
+    per_node: int = 1
+    cores: float | None = None
+    backward: float = 0.0
+    threads: int = 1
+    file: Path | None = None
+    fresh: bool = False
+    save: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shapes is None) or (self.net or self.world) is None:
+            raise ConfigError(
+                "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
+            )
+        if self.world is not None and self.per_node != 1:
+            raise ConfigError(
+                f"--per-node {self.per_node}: under torchrun the ranks' machines are known; leave "
+                "it out"
+            )
+        if self.save is not None and self.shapes is None:
+            raise ConfigError(
+                f"--save {self.save}: a plan has the names of parameters: give --shapes, a file "
+                "that handle.plan.save wrote, in place of --model"
+            )
+
+    @property
+    def world(self) -> World | None:
+        """The ranks that torchrun has started; None: it has not."""
+        if started_by_torchrun(os.environ) == 1:
+            return None
+        return World.of(self.ranks, self.net or "none", os.environ)
+
+    @property
+    def parameters(self) -> Mapping[str, models.Shape]:
+        """Of a file, the shapes by name."""
+        return {} if self.shapes is None else PlanFile.read(self.shapes).every_shape(self.shapes)
+
+    def situation(self) -> Situation:
+        """Without curves; on a network that is to be measured, without its links.
+
+        Raises:
+            ConfigError: an unknown name or a number out of range.
+        """
+        given = self.parameters.values() if self.model is None else models.shapes(self.model)
+        shapes = tuple(shape for shape in given if math.prod(shape))
+        ranks, net = 4 if self.ranks is None else self.ranks, Net("as it is")
+        if self.world is not None:
+            ranks = self.world.count
+        elif self.net is not None:
+            network = Network.parse(self.net, emulated=False)
+            net = Net(self.net, network.rate_bits_per_s, network.latency_s)
+        cores = math.inf if self.cores is None else self.cores
+        of = ranks, net, simulate.NO_CURVES, self.per_node, cores, self.backward
+        return Situation(shapes, *of)
 
 
 @stamped
-def run(
-    model: str,
-    net: str,
-    codecs: Sequence[str] = ("qsgd:bits=4",),
-    ranks: int = 4,
-    per_node: int = 1,
-    cores: float | None = None,
-    backward: float = 0.0,
-    threads: int = 1,
-    file: Path | None = None,
-    fresh: bool = False,
-    shapes: models.Shapes | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows.
-
-    Args:
-        model, ranks, net, per_node, cores, backward: see gradwire_tools.sim.Scenario.
-        codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
-        threads, file, fresh: as of gradwire_tools.predict.simulate.WantedCollectives.
-        shapes: of the parameters, if `model` is only a name for them.
+def run(wanted: WantedPlan) -> Iterator[Row]:
+    """Yield the rows; at the end, write the plan.
 
     Raises:
         ConfigError: an unknown name or a number out of range; it is raised before anything is
             measured.
+        TransportError: torchrun's ranks cannot be joined.
     """
-    chosen = [codec_table.get(text) for text in codecs]
-    network = Network.parse(net, emulated=False)
-    where = Situation(
-        models.shapes(model) if shapes is None else shapes, ranks,
-        Net(net, network.rate_bits_per_s, network.latency_s), simulate.NO_CURVES, per_node,
-        math.inf if cores is None else cores, backward,
-    )  # fmt: skip
-    needed = [FULL, HALF, *chosen]
-    known = simulate.known_curves(needed, threads, file, fresh)
-    where = replace(where, curves=known)
+    chosen = [codec_table.get(text) for text in wanted.codecs]
+    where, world = wanted.situation(), wanted.world
+    found = None if world is None else join(world)
+    of = wanted.threads, wanted.file, wanted.fresh
+    known = simulate.known_curves([FULL, HALF, *chosen], *of)
+    where = replace(where, curves=known) if found is None else measured(where, known, *found)
     choice = choose(where, chosen)
-    context = {"model": model, "ranks": ranks, "net": net}
+    context = {
+        "model": wanted.model or str(wanted.shapes),
+        "ranks": where.ranks,
+        "net": where.net.text,
+    }
     if chosen:
         best = choice.of(chosen[0]).setting
         for one in decisions(where, best.codec, best.options.algorithm):
@@ -96,3 +171,60 @@ def run(
         "part": "verdict", **context, "compress": choice.compresses,
         "method": name(choice.best.setting.codec), "detail": choice.verdict,
     }  # fmt: skip
+    if wanted.save is not None:
+        plan_of(choice.best, wanted.parameters, wanted.backward).save(wanted.save)
+
+
+def join(world: World) -> tuple[Links, Sequence[int]]:
+    """As one of torchrun's ranks: the links between all, and each rank's machine."""
+    (found,) = workers.measured(world, _TIMEOUT_S, measure)
+    return found["links"], found["machines"]
+
+
+def measure() -> list[Row]:
+    """One row, alike on all ranks."""
+    progress("links", 0, 1)
+    comm = groups.communicator()
+    found = {"links": measure_links(comm), "machines": comm.topology.machines}
+    assert dist.group.WORLD is not None
+    groups.release(dist.group.WORLD)  # before rank 0, which has the store, may end
+    return [found]
+
+
+def measured(where: Situation, known: Curves, links: Links, machines: Sequence[int]) -> Situation:
+    """With the links as the simulator knows them: what software takes is in `links` already."""
+    each = set(Counter(machines).values())  # ranks per machine
+    per_node = each.pop() if len(each) == 1 else 1
+    software = replace(known.link, goodput=1.0, shared=0.98)
+    net, cores = where.net, where.cores
+    if per_node == where.ranks:
+        memory = 1 / max(links.typical_beta, 1e-12)
+        software = replace(software, memory=memory, overhead=links.typical_alpha, stack=0.0)
+        cores = min(cores, float(len(os.sched_getaffinity(0))))
+    else:
+        latency = max(links.worst_alpha - software.overhead, 0.0)
+        net = Net(net.text, 8 / max(links.worst_beta, 1e-12), latency)
+    curves = replace(known, link=software)
+    return replace(where, net=net, curves=curves, per_node=per_node, cores=cores)
+
+
+def plan_of(best: Ranked, shapes: Mapping[str, models.Shape], backward: float) -> PlanFile:
+    """The plan in which all parameters are sent by a setting, and what it lets expect."""
+    setting, options = best.setting, best.setting.options
+    coded = {
+        key: len(shape) > 1 and math.prod(shape) >= max(setting.least, 1)
+        for key, shape in shapes.items()
+    }
+    return PlanFile(
+        {key: name(setting.codec) if coded[key] else "none" for key in shapes},
+        numel={key: math.prod(shape) for key, shape in shapes.items()},
+        shapes=shapes,
+        planned={
+            "algorithm": options.algorithm,
+            "segments": options.segments,
+            "coordinated": options.coordinated,
+            "coalesce_bytes": setting.coalesce_bytes,
+            "seconds": best.seconds,
+            "backward_seconds": backward,
+        },
+    )

@@ -49,5 +49,5 @@ def engine(kernels: Curves, found: Mapping[str, float]) -> Curves:
 
 def _seconds(curves: Curves, segments: int) -> float:
     options = Options(segments=segments)
-    scenario = Scenario(2, Net("none"), Identity(), str(VALUES), options)
+    scenario = Scenario(2, Net("none"), Identity(), str(VALUES), options=options)
     return float(predict(scenario, curves)["seconds"])

@@ -22,12 +22,11 @@ from typing import Any
 
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
+from gradwire.planner.kernel_costs import Curve
 from gradwire_tools.sim.fabric import Software
 from gradwire_tools.sim.rank import Overheads
 
 __all__ = ["Curve", "Curves", "Software", "load"]
-
-Curve = tuple[float, float, float]
 
 
 @dataclass(frozen=True)

@@ -40,21 +40,85 @@ class Net:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """What is simulated.
+class SimulatedStep:
+    """What simulated steps of all kinds have.
 
     Attributes:
         ranks: number of ranks.
         net: the network between nodes.
-        codec: for all parameters that are matrices; the others are sent uncompressed.
-        model: as `models.shapes` takes it, or shapes.
         options: algorithm, segments, partitions and so on; kernel options have no effect.
-        feedback: whether residuals are kept.
+        feedback: whether residuals of gradients are kept.
         per_node: ranks per node; they share its link and communicate through memory.
         cores: number of cores that all ranks share; `inf`: one per thread.
-        backward: seconds of the backward pass, during which gradients become ready at a constant
-            rate; 0: all are ready at the start.
+        backward: seconds of the backward pass.
         exact: whether all ranks are simulated; None: if they are few.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    ranks: int
+    net: Net
+    options: Options = field(default_factory=Options, kw_only=True)
+    feedback: bool = field(default=False, kw_only=True)
+    per_node: int = field(default=1, kw_only=True)
+    cores: float = field(default=math.inf, kw_only=True)
+    backward: float = field(default=0.0, kw_only=True)
+    exact: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, number in (("ranks", self.ranks), ("per_node", self.per_node)):
+            if number < 1:
+                raise ConfigError(f"{name}={number}: give a number of at least 1")
+        if not self.cores > 0:
+            raise ConfigError(f"cores={self.cores}: give a number above 0")
+        check_seconds("backward", self.backward)
+
+    def checked(self, curves: Curves) -> Curves:
+        """Curves that count the checksums of messages only where there are any."""
+        checks = self.options.checksum
+        if self.per_node < self.ranks if checks is None else checks:
+            return curves
+        return replace(curves, engine=replace(curves.engine, check_byte=0.0))
+
+    def machines(self, curves: Curves, **given: Any) -> Machines:
+        """What the ranks run on; `given` are fields of it."""
+        rate, latency = self.net.rate_bits_per_s / 8, self.net.latency_s
+        link = Link(rate=rate, latency=latency, **asdict(curves.link))
+        of = {"overheads": curves.engine, "cores": self.cores, **given}
+        return Machines(self.ranks, self.per_node, link, **of)
+
+    def row(self, seconds: float, computing: float, moved: int, rounds: int = 0) -> dict[str, Any]:
+        """The keys that rows of all kinds have.
+
+        Args:
+            seconds: of the step.
+            computing: seconds that a step takes at least.
+            moved: bytes that left node 0; with `rounds` of latency they take the link so long.
+        """
+        limit = None  # without a rate
+        if not math.isinf(self.net.rate_bits_per_s):
+            wire = moved * 8 / self.net.rate_bits_per_s + rounds * self.net.latency_s
+            limit = max(computing, wire if moved else 0.0)
+        return {
+            "algorithm": self.options.algorithm,
+            "ranks": self.ranks,
+            "per_node": self.per_node,
+            "net": self.net.text,
+            "seconds": seconds,
+            "backward_seconds": self.backward,
+            "limit_seconds": limit,
+            "of_limit": None if limit is None or not seconds else limit / seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Scenario(SimulatedStep):
+    """The collectives of a step under DDP; gradients become ready at a constant rate in `backward`.
+
+    Attributes:
+        codec: for all parameters that are matrices; the others are sent uncompressed.
+        model: as `models.shapes` takes it, or shapes.
         barrier: whether ranks start as they leave a barrier that rank 0 reached last, as in `bench
             collectives`, rather than all at once. In gloo's barrier rank r signals rank r + 2^k.
         least: matrices of fewer values are sent uncompressed.
@@ -65,23 +129,14 @@ class Scenario:
             out of range.
     """
 
-    ranks: int
-    net: Net
     codec: Codec
     model: str | models.Shapes
-    options: Options = field(default_factory=Options)
-    feedback: bool = False
-    per_node: int = 1
-    cores: float = math.inf
-    backward: float = 0.0
-    exact: bool | None = None
     barrier: bool = False
     least: int = 0
     coalesce_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_machines(self.ranks, self.per_node, self.cores)
-        check_seconds("backward", self.backward)
+        super().__post_init__()
         nodes = self.options.nodes
         if nodes is not None and len(nodes) != self.ranks:
             raise ConfigError(f"nodes={nodes}: give the node of each of the {self.ranks} ranks")
@@ -96,39 +151,10 @@ class Scenario:
         return models.shapes(self.model) if isinstance(self.model, str) else self.model
 
 
-def check_machines(ranks: int, per_node: int, cores: float) -> None:
-    """Raise ConfigError if a number is out of range."""
-    for name, number in (("ranks", ranks), ("per_node", per_node)):
-        if number < 1:
-            raise ConfigError(f"{name}={number}: give a number of at least 1")
-    if not cores > 0:
-        raise ConfigError(f"cores={cores}: give a number above 0")
-
-
 def check_seconds(name: str, seconds: float) -> None:
     """Raise ConfigError unless it is a time."""
     if not 0 <= seconds < math.inf:
         raise ConfigError(f"{name}={seconds}: give a number of seconds, 0 or more")
-
-
-def link_of(net: Net, curves: Curves) -> Link:
-    """A node's link."""
-    return Link(rate=net.rate_bits_per_s / 8, latency=net.latency_s, **asdict(curves.link))
-
-
-def checked(curves: Curves, options: Options, in_memory: bool) -> Curves:
-    """Curves that count the checksums of messages only where there are any."""
-    if not in_memory if options.checksum is None else options.checksum:
-        return curves
-    return replace(curves, engine=replace(curves.engine, check_byte=0.0))
-
-
-def limit_seconds(net: Net, computing: float, moved: int, rounds: int = 0) -> float | None:
-    """The least time of a step: to compute, and to send what leaves a node; None without a rate."""
-    if math.isinf(net.rate_bits_per_s):
-        return None
-    wire = moved * 8 / net.rate_bits_per_s + rounds * net.latency_s
-    return max(computing, wire if moved else 0.0)
 
 
 def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
@@ -149,13 +175,11 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     sent = scenario.codec, scenario.feedback, n, scenario.least, scenario.coalesce_bytes
     buckets = ddp_buckets(scenario.shapes, *sent)
     algorithm = algorithm_on(scenario.options, n, scenario.per_node)
-    curves = checked(curves, scenario.options, in_memory=scenario.per_node >= n)
+    curves = scenario.checked(curves)
     ensemble = Ensemble(n, scenario.per_node, algorithm, scenario.options, curves)
     rotation, jobs = ensemble.jobs(buckets, True if scenario.barrier else scenario.exact)
     numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in buckets))
     ready = [scenario.backward * done / numels[-1] for done in numels]
-    link = link_of(scenario.net, curves)
-    machines = Machines(n, scenario.per_node, link, curves.engine, scenario.cores)
     hop = scenario.net.latency_s + curves.link.overhead
     starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(jobs))]
 
@@ -163,26 +187,18 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         for job, (when, timed) in enumerate(zip(ready, mine, strict=True)):
             rank.clock.at(starts[rank.number] + when, partial(rank.submit, job, timed))
 
-    ranks, fabric = simulate(machines, jobs, begin, rotation)
+    ranks, fabric = simulate(scenario.machines(curves), jobs, begin, rotation)
     assert all(len(rank.ended) == len(ready) for rank in ranks), "a rank never finishes"
     seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
     rounds = algorithm.rounds(n)
     if isinstance(algorithm, Hierarchical):
         rounds = algorithm.rounds_between(n)
-    limit = limit_seconds(scenario.net, scenario.backward, fabric.moved[0], rounds)
     return {
         "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
         "numel": numels[-1],
-        "algorithm": scenario.options.algorithm,
-        "ranks": n,
-        "per_node": scenario.per_node,
-        "net": scenario.net.text,
-        "seconds": seconds,
+        **scenario.row(seconds, scenario.backward, fabric.moved[0], rounds),
         "compute_seconds": max(rank.kernel_seconds for rank in ranks),
         "wire_bytes": ranks[0].sent_bytes.total(),
-        "limit_seconds": limit,
-        "of_limit": None if limit is None or not seconds else limit / seconds,
-        "backward_seconds": scenario.backward,
         "buckets": len(buckets),
         "messages": sum(job.graph.kind.count(Kind.SEND) for job in jobs[0]),
         "exact": rotation is None,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire.collectives import Options, check_feedback
@@ -14,16 +13,9 @@ from gradwire_tools.sim.buckets import Bucket
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.models import Shapes
-from gradwire_tools.sim.predict import (
-    Net,
-    check_machines,
-    check_seconds,
-    checked,
-    limit_seconds,
-    link_of,
-)
+from gradwire_tools.sim.predict import SimulatedStep, check_seconds
 from gradwire_tools.sim.rank import Overheads, SimulatedRank, TimedGraph
-from gradwire_tools.sim.run import Machines, simulate
+from gradwire_tools.sim.run import simulate
 from gradwire_tools.sim.shards import (
     GATHER,
     SCATTER,
@@ -45,43 +37,31 @@ _BACKWARD = {"none": "gather", "redraw": "gather", "payload": "decode", "referen
 
 
 @dataclass(frozen=True)
-class ShardedScenario:
-    """What is simulated.
+class ShardedScenario(SimulatedStep):
+    """A step under FSDP2; the algorithm is "sra" or "hierarchical".
 
     Attributes:
         weights, gradients: how they are sent.
         groups: the blocks of the model, then its root, which may be empty; see `models.groups`.
-        feedback: whether residuals of gradients are kept.
-        forward, backward: seconds of computing in each pass. Blocks share them by their values;
+        forward: seconds of computing. Blocks share them, as those of backward, by their values;
             the root takes none.
         blocking: whether the host waits where it starts a collective, as FSDP2 does on a CPU: but
             for gathers of gradwire in backward.
-        options: its algorithm is "sra" or "hierarchical".
-        ranks, net, per_node, cores, exact: as of `Scenario`.
 
     Raises:
         ConfigError: error feedback or an algorithm that is not defined for these, or a number out
             of range.
     """
 
-    ranks: int
-    net: Net
     weights: Weights
     gradients: Gradients
     groups: tuple[Shapes, ...]
-    feedback: bool = False
     forward: float = 0.0
-    backward: float = 0.0
     blocking: bool = False
-    options: Options = field(default_factory=Options)
-    per_node: int = 1
-    cores: float = math.inf
-    exact: bool | None = None
 
     def __post_init__(self) -> None:
-        check_machines(self.ranks, self.per_node, self.cores)
+        super().__post_init__()
         check_seconds("forward", self.forward)
-        check_seconds("backward", self.backward)
         for operation in (GATHER, SCATTER):
             algorithm_on(self.options, self.ranks, self.per_node, operation)
         if self.feedback and not isinstance(self.gradients, Torch):
@@ -114,7 +94,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
         ConfigError: a codec has no curve.
     """
     n = scenario.ranks
-    curves = with_bytes(checked(curves, scenario.options, in_memory=scenario.per_node >= n))
+    curves = with_bytes(scenario.checked(curves))
     gathers = {
         number: gathered(group, scenario.weights, n)
         for number, group in enumerate(scenario.groups)
@@ -125,11 +105,9 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     waits = Waits(scenario.blocking, prefetches=not isinstance(scenario.weights, Torch))
     steps, actions = order(times, in_backward, waits)
     rotation, graphs = _graphs(scenario, curves, steps, gathers)
-    link, engine = link_of(scenario.net, curves), curves.engine
-    if scenario.is_torch:
-        engine = Overheads()
+    free = {"overheads": Overheads()} if scenario.is_torch else {}
     # In flight: two of gathers, two of reduce-scatters.
-    machines = Machines(n, scenario.per_node, link, engine, scenario.cores, in_flight=4)
+    machines = scenario.machines(curves, in_flight=4, **free)
     threads: list[TrainingThread] = []
 
     def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
@@ -146,27 +124,18 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     for job, nbytes in ranks[0].sent_bytes.items():
         sent[steps[job].lane] += nbytes
     wire = sum(sent.values())
-    seconds = max(ended)
     computing = scenario.forward + scenario.backward
-    limit = limit_seconds(scenario.net, computing, fabric.moved[0])
     return {
         "numel": sum(map(models.numel, scenario.groups)),
-        "algorithm": scenario.options.algorithm,
-        "ranks": n,
-        "per_node": scenario.per_node,
-        "net": scenario.net.text,
         "groups": sum(map(bool, scenario.groups)),
-        "seconds": seconds,
+        **scenario.row(max(ended), computing, fabric.moved[0]),
         "forward_seconds": scenario.forward,
-        "backward_seconds": scenario.backward,
         "blocking": scenario.blocking,
         "compute_seconds": max(rank.kernel_seconds + t.kernel_seconds for rank, t in own) + kept,
         "wire_bytes": wire,
         "weights_wire_bytes": sent["gather"],
         "gradients_wire_bytes": sent["reduce"],
         "ratio": _uncompressed(scenario) / wire if wire else 1.0,
-        "limit_seconds": limit,
-        "of_limit": None if limit is None or not seconds else limit / seconds,
         "messages": sum(graph.graph.kind.count(Kind.SEND) for graph in graphs[0]),
         "exact": rotation is None,
     }

@@ -1,8 +1,8 @@
 """Measures this machine for `gradwire sim`: the kernels' curves and the engine's overheads.
 
-Kernels as in sim/kernel_costs.py. The engine is measured between two ranks of this machine over
-gloo: posting, latency, processor time per byte, and the time of a tiny all-reduce beyond the
-simulated time. The results are kept in the user's cache.
+Kernels as in gradwire/planner/kernel_costs.py. The engine is measured between two ranks of this
+machine over gloo: posting, latency, processor time per byte, and the time of a tiny all-reduce
+beyond the simulated time. The results are kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from gradwire.codecs import Identity, name_of
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.engine.message import Envelope, check, seal
 from gradwire.lang import Codec
+from gradwire.planner import kernel_costs
 from gradwire.transport import TorchP2P
 from gradwire_tools.bench import interleaved, workers
 from gradwire_tools.bench.network.transports import one_way, round_trips
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.progress import progress
-from gradwire_tools.sim import Curves, curves, kernel_costs
+from gradwire_tools.sim import Curves, curves
 from gradwire_tools.sim.calibrate import SEGMENTS, VALUES, engine
 from gradwire_tools.sim.curves import Curve
 
@@ -74,11 +75,8 @@ def measured(
     else:
         known = curves.load(file)
     missing = [codec for codec in wanted if str(codec) not in known.codecs]
-    known = replace(
-        known,
-        codecs={**known.codecs, **costs(missing)},
-        link=replace(known.link, **_GOODPUT),
-    )
+    link = replace(known.link, **_GOODPUT)
+    known = replace(known, codecs={**known.codecs, **costs(missing)}, link=link)
     known.save(file)
     return known
 

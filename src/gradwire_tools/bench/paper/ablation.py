@@ -27,7 +27,7 @@ from dataclasses import replace
 from gradwire import codecs
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
-from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
+from gradwire.planner import kernel_costs
 from gradwire_tools.bench import memory
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network.network import MeasuredStep, copies
@@ -37,7 +37,8 @@ from gradwire_tools.bench.progress import cells
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network
-from gradwire_tools.sim import kernel_costs, models
+from gradwire_tools.sim import models
+from gradwire_tools.sim.choice import FULL, HALF, Setting, choose, simulate
 
 KINDS = (
     row_kind(

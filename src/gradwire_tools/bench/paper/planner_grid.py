@@ -35,7 +35,6 @@ from gradwire.aggregators import Compressed, registry
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire.planner.choice import FULL, HALF, Choice, Setting, Situation, choose, name, simulate
 from gradwire_tools.bench import memory
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.network import collectives
@@ -46,6 +45,7 @@ from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.lab import Network
 from gradwire_tools.sim import Curves, Net
+from gradwire_tools.sim.choice import FULL, HALF, Choice, Setting, Situation, choose, name, simulate
 from gradwire_tools.sim.models import Shapes
 
 KINDS = (

@@ -2,7 +2,7 @@
 
 A *setting* is a codec for matrices of `least` values or more (or bf16, or none), an
 algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
-`gradwire_tools.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
+`gradwire_tools.sim.predict`; the formulas of gradwire_tools.sim.costs explain a single gradient.
 
     1. every codec with every algorithm in which it is defined
     2. of each codec, the best few algorithms: in coordinated rounds, then with other segments, then
@@ -25,12 +25,12 @@ from gradwire import algorithms
 from gradwire.aggregators import Compressed, registry
 from gradwire.codecs import Cast, Identity
 from gradwire.collectives import Options
+from gradwire.decide.auto import worth
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire_tools.sim import Curves, Net, Scenario, predict
 from gradwire_tools.sim.models import Shapes
 
-MARGIN = 0.05  # of the time: what a less exact codec must save
 FULL, HALF = Identity(), Cast("bf16")
 SEGMENTS = (1, 2, 4, 8, 16, 32)
 COALESCED = (0, 1 << 20, 1 << 22, 25 << 20, 1 << 40)  # the last: all buckets together
@@ -191,17 +191,6 @@ def choose(
     return Choice(best, tuple(sorted(of_codec, key=_seconds)), tuple(every))
 
 
-def worth(seconds: Sequence[float]) -> int:
-    """Which of several to use, by what they take, from the most exact to the least: the last that
-    saves `MARGIN` beside each one before it."""
-    best, least = 0, seconds[0]
-    for number, taken in enumerate(seconds):
-        if taken < (1 - MARGIN) * least:
-            best = number
-        least = min(least, taken)
-    return best
-
-
 def simulate(where: Situation, setting: Setting) -> Ranked:
     """What one setting is expected to take."""
     scenario = Scenario(
@@ -230,7 +219,7 @@ def _plain(codec: Codec, where: Situation) -> Iterator[Setting]:
             continue  # there is one level
         setting = Setting(codec, Options(algorithm=name))
         try:
-            Scenario(where.ranks, where.net, codec, where.shapes, setting.options)
+            Scenario(where.ranks, where.net, codec, where.shapes, options=setting.options)
         except ConfigError:  # not defined in this algorithm
             continue
         yield setting

@@ -10,17 +10,16 @@ import torch
 
 from gradwire import ConfigError, Options
 from gradwire.codecs import QSGD, Identity
+from gradwire.controllers.flexible import sparse_collective, sparse_collectives
 from gradwire.lang import layout
-from gradwire.planner.costs import (
+from gradwire_tools.sim import Curves, Net, Scenario, predict
+from gradwire_tools.sim.costs import (
     STRATEGIES,
     compressed,
     decide,
-    sparse_collective,
-    sparse_collectives,
     two_level,
     uncompressed,
 )
-from gradwire_tools.sim import Curves, Net, Scenario, predict
 
 NUMEL = 1 << 20
 
@@ -83,7 +82,7 @@ def seconds(ranks: int, algorithm: str, encode: float, decode: float, per_node: 
     curves = Curves("none", 1, {str(QSGD()): form, str(Identity()): dense})
     options = Options(algorithm=algorithm, segments=1)
     net, size = Net("slow", 8e3), str(NUMEL)
-    scenario = Scenario(ranks, net, QSGD(), size, options, per_node=per_node, exact=True)
+    scenario = Scenario(ranks, net, QSGD(), size, options=options, per_node=per_node, exact=True)
     return float(predict(scenario, curves)["seconds"])
 
 

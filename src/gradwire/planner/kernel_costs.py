@@ -2,24 +2,27 @@
 
 Kernels run on parts of arrays that exceed the caches, as gradients do. For each form, the seconds
 per call are fitted by CALL + values * (VALUE + payloads * PAYLOAD), by non-negative least squares
-of relative errors. `gradwire_tools.bench.micro.curves` adds the engine's costs to the same file.
+of relative errors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from gradwire.lang import ROW, Codec, Kernels, jit, kernel_cache, kernels
-from gradwire_tools.sim.curves import Curve
+from gradwire.planner.whole import write_whole
+
+Curve = tuple[float, float, float]  # CALL, VALUE and PAYLOAD
 
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 VALUES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
@@ -27,6 +30,31 @@ PAYLOADS = (1, 3, 7)
 _ARRAY = 1 << 24  # values, 64 MB; each call uses the next part
 _TURNS = 9
 _SLOW_S = 0.02  # if a call takes longer, larger sizes are skipped
+
+
+def measured(codecs: Iterable[Codec], threads: int) -> dict[str, dict[str, Curve]]:
+    """The curves of these codecs, by their text, and of others that are known. Those that the
+    user's cache does not have are measured, some seconds for each, and kept there."""
+    mine = file(threads, "kernels")
+    found = _kept(mine) | _kept(file(threads))  # the latter of `gradwire sim`
+    missing = [codec for codec in codecs if str(codec) not in found]
+    if missing:
+        found |= {str(codec): kernel_curves(codec, threads) for codec in missing}
+        kept = {"machine": processor(), "threads": threads, "codecs": found}
+        write_whole(mine, json.dumps(kept, indent=1) + "\n")
+    return found
+
+
+def _kept(path: Path) -> dict[str, dict[str, Curve]]:
+    """The curves in a file; none where it is missing or damaged."""
+    try:
+        codecs = json.loads(path.read_text())["codecs"]
+        return {
+            codec: {form: (float(a), float(b), float(c)) for form, (a, b, c) in forms.items()}
+            for codec, forms in codecs.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 def kernel_curves(codec: Codec, threads: int, target: str = "auto") -> dict[str, Curve]:

@@ -2,7 +2,7 @@
 
 Each gradient by itself, by Eqs. 1 and 2: `send` is the latency and the bytes over the rate of a
 link, `encode` and `decode` are a machine's measured curves. Uncompressed means bf16. The formulas
-know nothing of what other gradients hide; gradwire.planner.choice does.
+know nothing of what other gradients hide; gradwire_tools.sim.choice does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.lang import Codec, layout
-from gradwire.planner.choice import HALF, Situation
-from gradwire.planner.costs import STRATEGIES, Curve, Decision, Strategy, decide, two_level
+from gradwire_tools.sim.choice import HALF, Situation
+from gradwire_tools.sim.costs import STRATEGIES, Curve, Decision, Strategy, decide, two_level
 
 _FP32, _FP16 = 4, 2  # bytes of a value
 

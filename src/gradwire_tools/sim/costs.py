@@ -1,11 +1,6 @@
 """What it costs to synchronise a gradient, by the papers' formulas; and the choices that follow.
 
-Sparse gradients (ARTOPK Table I, Eqs. 4 and 5): N ranks, M bytes of gradient, a density, `alpha`
-seconds of latency and `beta` seconds per byte.
-
-    all_gather   alpha log2 N + 2 M density beta (N - 1)           values, and their indices
-    art_ring     alpha (2 (N-1) + log2 N) + M density beta (2 (N-1)/N + log2 N)
-    art_tree     3 alpha log2 N + 3 M density beta log2 N          a broadcast, then an all-reduce
+Those of sparse gradients (ARTOPK) stand in gradwire.controllers.flexible.
 
 Partitions (HIPRESS 3.3, Eqs. 1 and 2, Table 3): a gradient of m bytes in K partitions, of which a
 codec leaves a share r. `send`, `encode` and `decode` are measured curves: bytes -> seconds.
@@ -19,40 +14,12 @@ than N partitions go in batches of N.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gradwire.errors import ConfigError
 
 Curve = Callable[[float], float]
-
-
-def sparse_collectives(
-    ranks: int, nbytes: float, density: float, alpha: float, beta: float
-) -> dict[str, float]:
-    """Seconds of each way to exchange the largest values of a gradient of `nbytes`.
-
-    Raises:
-        ConfigError: there is no rank, or the density is not above 0 and at most 1.
-    """
-    if ranks < 1 or not 0 < density <= 1:
-        raise ConfigError(
-            f"{ranks} ranks, density {density}: give 1 rank or more, and a density up to 1"
-        )
-    deep, others = math.log2(ranks), ranks - 1
-    sent = nbytes * density * beta
-    return {
-        "all_gather": alpha * deep + 2 * sent * others,
-        "art_ring": alpha * (2 * others + deep) + sent * (2 * others / ranks + deep),
-        "art_tree": 3 * alpha * deep + 3 * sent * deep,
-    }
-
-
-def sparse_collective(ranks: int, nbytes: float, density: float, alpha: float, beta: float) -> str:
-    """The fastest of them."""
-    costs = sparse_collectives(ranks, nbytes, density, alpha, beta)
-    return min(costs, key=costs.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -101,8 +68,9 @@ STRATEGIES = {
         # Compressed sums, so that one encode and one decode are left.
         Strategy("low_rank", lambda n, k: 2 * (n - 1), lambda n, k: 1, lambda n, k: 1),
         # Ours: what the graphs of gradwire.algorithms take, without segments, on a link slower than
-        # the kernels (tests/planner/test_costs.py); a sum of payloads decodes each. Every rank sums
-        # one part of N. Its first messages leave together, and the last results arrive together.
+        # the kernels (tests_tools/sim/test_costs.py); a sum of payloads decodes each. Every rank
+        # sums one part of N. Its first messages leave together, and the last results arrive
+        # together.
         Strategy(
             "sra", lambda n, k: 2 * (n - 1), lambda n, k: n, lambda n, k: 2 * (n - 1), fixed=_ranks
         ),

@@ -6,13 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from gradwire.decide.auto import Auto
+from gradwire import codecs as codec_table
+from gradwire.codecs import Cast, Identity
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.planner.links import SECONDS, Links, exchanged, measure_links
-from gradwire_tools.sim.curves import Curve
+from gradwire.lang import Codec
+from gradwire.planner import kernel_costs
+from gradwire.planner.kernel_costs import Curve
+from gradwire.planner.links import MOST_SECONDS, SECONDS, Links, exchanged, measure_links
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def probe(
     """
     comm = communicator(group)
     try:
-        wanted = Auto(codecs=codecs)
-        told = f"codecs {wanted.codecs}, seconds {wanted.seconds:g}"
+        wanted = [Identity(), Cast("bf16"), *_known(codecs, seconds)]
+        told = f"codecs {tuple(codecs)}, seconds {seconds:g}"
     except ConfigError as error:  # other ranks, with other arguments, learn it, too
         comm.agree("the call of gw.probe", [f"refused: {error}"])
         raise
@@ -77,7 +81,8 @@ def probe(
     told = ""
     if comm.rank == 0:
         try:
-            told = json.dumps({"kernels": None.codecs})
+            costs = kernel_costs.measured(wanted, torch.get_num_threads())
+            told = json.dumps({"kernels": costs})
         except Exception as error:  # other ranks wait for it
             told = json.dumps({"failed": f"rank 0 cannot measure kernels: {error}"})
     machines: Sequence[int] = (0,)
@@ -93,6 +98,20 @@ def probe(
         codec: {k: tuple(c) for k, c in of.items()} for codec, of in found["kernels"].items()
     }
     return Probe(links, tuple(machines), kernels)
+
+
+def _known(names: Sequence[str], seconds: float) -> list[Codec]:
+    """The codecs; raises ConfigError for arguments that make no sense."""
+    several = isinstance(names, Sequence) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f'probe: codecs={names!r:.60}: give several names, as in ("qsgd:bits=4",)'
+        )
+    if not isinstance(seconds, int | float) or not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(
+            f"probe: seconds={seconds!r} must be above 0 and at most {MOST_SECONDS:g}"
+        )
+    return [codec_table.get(name) for name in names]
 
 
 def _rate(beta: float) -> str:
