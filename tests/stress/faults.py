@@ -127,7 +127,7 @@ def report(
 
     runner = Runner(program, ctx, before=before, **how)
     try:
-        runner.run(0, STEPS)
+        runner.run(STEPS)
         end = End("all steps", at=time.monotonic())
     except BaseException as error:
         end = raised(error)

@@ -18,7 +18,6 @@ from stress.running import Found, RankContext, Runner
 from stress.scopes import Scopes, of_processes, of_threads
 from stress.slow import Delays, Slow, slow_groups
 
-TRANSPORTS = ("threads", "fifo", "gloo", "shm")
 TIMEOUT_S = 60.0  # of the transports
 
 
@@ -96,16 +95,18 @@ class Threads:
         return Runner(self.program, ctx, in_order=self.fifo, delays=delays, **how)
 
 
-def serially(program: Program, first: int, last: int, deadline: float = 300.0) -> list[Found]:
-    """Each rank's results of a serial execution of steps [first, last)."""
+def deadline(steps: int) -> float:
+    return 100.0 + 2 * steps
+
+
+def serially(program: Program, steps: int) -> list[Found]:
+    """Each rank's results of a serial execution."""
     world = Threads(program, delayed=False)
-    ended = world.run(lambda ctx: Runner(program, ctx, serial=True).run(first, last), deadline)
+    ended = world.run(lambda ctx: Runner(program, ctx, serial=True).run(steps), deadline(steps))
     return _without_errors(ended)
 
 
-def by_threads(
-    program: Program, first: int, last: int, fifo: bool = False, deadline: float = 300.0
-) -> list[Found]:
+def by_threads(program: Program, steps: int, fifo: bool = False) -> list[Found]:
     """Each rank's results of a concurrent execution, with delays.
 
     Raises:
@@ -113,7 +114,7 @@ def by_threads(
         TimeoutError: ranks hang.
     """
     world = Threads(program, fifo)
-    ended = world.run(lambda ctx: world.runner(ctx).run(first, last), deadline)
+    ended = world.run(lambda ctx: world.runner(ctx).run(steps), deadline(steps))
     return _without_errors(ended)
 
 
@@ -137,23 +138,21 @@ def process_context(program: Program, timeout: float = TIMEOUT_S) -> RankContext
     return RankContext(dist.get_rank(), [g and of_processes(g) for g in chosen], chosen)
 
 
-def _run(rank: int, seed: int, first: int, last: int) -> Found:
+def _run(rank: int, seed: int, steps: int) -> Found:
     program = Program.of(seed, dist.get_world_size())
     delays = slow_groups(f"{seed} {rank}")
-    return Runner(program, process_context(program), delays=delays).run(first, last)
+    return Runner(program, process_context(program), delays=delays).run(steps)
 
 
-def by_processes(
-    program: Program, first: int, last: int, shm: bool, deadline: float = 300.0
-) -> list[Found]:
+def by_processes(program: Program, steps: int, shm: bool) -> list[Found]:
     """Each rank's results of a concurrent execution, with delays, over gloo or shared memory.
 
     Raises:
         RuntimeError: a rank ended with an error, died or hangs.
     """
     found = ends(
-        program.ranks, _run, program.seed, first, last,
-        timeout=TIMEOUT_S, deadline=deadline, environment=of_transport(shm),
+        program.ranks, _run, program.seed, steps,
+        timeout=TIMEOUT_S, deadline=deadline(steps), environment=of_transport(shm),
     )  # fmt: skip
     wrong = [f"rank {rank}: {end}" for rank, end in enumerate(found) if end.error]
     if wrong:
