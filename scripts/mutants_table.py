@@ -312,7 +312,7 @@ MUTANTS = (
         "gradwire/engine/message.py",
         "    if envelope.checksum:\n        check_sum(",
         "    if envelope.checksum and not payload.size:\n        check_sum(",
-        ("tests/engine/test_message.py",),
+        ("tests/engine/test_headers.py",),
     ),
     Mutant(
         "checksums_not_checked", "as above, in messages of several buffers",
@@ -326,7 +326,7 @@ MUTANTS = (
         "gradwire/engine/message.py",
         '        "length": (found_length, length),\n',
         "",
-        ("tests/engine/test_message.py",),
+        ("tests/engine/test_headers.py",),
     ),
     Mutant(
         "stats_without_headers", "bytes on the wire are not those that are told",

@@ -48,20 +48,18 @@ def test_positions_are_exact_far_into_a_parameter() -> None:
 
 def test_a_sum_is_not_scaled_again() -> None:
     for unbiased in (False, True):
-        a_sum_is_not_scaled_again(RandomK(1 / 8, "fp32", unbiased), 8.0 if unbiased else 1.0)
-
-
-def a_sum_is_not_scaled_again(codec: RandomK, factor: float) -> None:
-    values = [gradient(1003, seed=s) for s in range(3)]
-    payloads = [call(codec, "encode", v, key=s).payload for s, v in enumerate(values)]
-    decoded = [
-        call(codec, "decode", v, payload=p).values for v, p in zip(values, payloads, strict=True)
-    ]
-    merged = call(codec, "reduce_encode", decoded[0], peers=payloads[1:], factor=1 / 3)
-    total = (-0.0 + decoded[0] + decoded[1] + decoded[2]) * torch.tensor(1 / 3)
-    assert torch.equal(merged.values, total)
-    kept = decoded[0] != 0
-    assert torch.equal(decoded[0][kept], values[0][kept] * factor)
+        codec, factor = RandomK(1 / 8, "fp32", unbiased), 8.0 if unbiased else 1.0
+        values = [gradient(1003, seed=s) for s in range(3)]
+        payloads = [call(codec, "encode", v, key=s).payload for s, v in enumerate(values)]
+        decoded = [
+            call(codec, "decode", v, payload=p).values
+            for v, p in zip(values, payloads, strict=True)
+        ]
+        merged = call(codec, "reduce_encode", decoded[0], peers=payloads[1:], factor=1 / 3)
+        total = (-0.0 + decoded[0] + decoded[1] + decoded[2]) * torch.tensor(1 / 3)
+        assert torch.equal(merged.values, total)
+        kept = decoded[0] != 0
+        assert torch.equal(decoded[0][kept], values[0][kept] * factor)
 
 
 def test_a_short_last_block_is_picked_with_its_probability() -> None:

@@ -156,22 +156,18 @@ def adacomp(x: torch.Tensor, latest: torch.Tensor, block: int) -> tuple[torch.Te
 
 def test_adacomp_follows_the_paper() -> None:
     for seed in range(5):
-        adacomp_follows_the_paper(seed)
-
-
-def adacomp_follows_the_paper(seed: int) -> None:
-    block, codec = 50, AdaComp(block=50, density=1.0)
-    # sums of eighths are exact, so float64 and fp32 compare equal
-    values, residual = ((gradient(1210, seed=s) * 8).round() / 8 for s in (seed, seed + 100))
-    values[100:200], residual[100:200] = 0.0, 0.0
-    result = call(codec, "encode_ef", values, residual=residual)
-    decoded = call(codec, "decode", values, payload=result.payload).values
-    sign, scale = adacomp(values + residual, values, block)
-    assert torch.equal(torch.sign(decoded).double(), sign)
-    assert not decoded[100:200].any()
-    assert int((sign != 0).sum()) >= 23  # at least the largest of each other bin
-    size = decoded.abs()[sign != 0].double()
-    assert torch.allclose(size, torch.full_like(size, scale), rtol=1e-5)
+        block, codec = 50, AdaComp(block=50, density=1.0)
+        # sums of eighths are exact, so float64 and fp32 compare equal
+        values, residual = ((gradient(1210, seed=s) * 8).round() / 8 for s in (seed, seed + 100))
+        values[100:200], residual[100:200] = 0.0, 0.0
+        result = call(codec, "encode_ef", values, residual=residual)
+        decoded = call(codec, "decode", values, payload=result.payload).values
+        sign, scale = adacomp(values + residual, values, block)
+        assert torch.equal(torch.sign(decoded).double(), sign)
+        assert not decoded[100:200].any()
+        assert int((sign != 0).sum()) >= 23  # at least the largest of each other bin
+        size = decoded.abs()[sign != 0].double()
+        assert torch.allclose(size, torch.full_like(size, scale), rtol=1e-5)
 
 
 def test_adacomp_adapts_to_the_residual() -> None:

@@ -101,9 +101,10 @@ def test_a_closed_communicator_refuses() -> None:
         comm.close()
         return caught(lambda: all_reduce(torch.ones(3), group=comm))
 
-    for error in as_threads(2, body, fifo=FifoHub(2)):
-        assert isinstance(error, TransportError)
-        assert "destroyed" in str(error)
+    for fifo in (FifoHub(2), None):
+        for error in as_threads(2, body, fifo=fifo):
+            assert isinstance(error, TransportError)
+            assert "destroyed" in str(error)
 
 
 def test_memory_is_that_of_one_collective() -> None:

@@ -181,14 +181,6 @@ def test_targets_agree(begun: tuple[tuple[Codec, torch.dtype], int], form: str) 
     assert not faults, "\n".join(faults)
 
 
-def test_sweeps_are_cut_at_tensor_reductions() -> None:
-    programs = forms.derive(Sweeps(), "fp32").programs
-    assert [len(passes.lower(programs[form])) for form in ("encode", "decode")] == [3, 1]
-    completes = [s.completes for s in passes.lower(programs["encode"])]
-    assert completes == [((0, "max"),), ((1, "sum"),), ()]
-    assert not layout(Sweeps()).splittable
-
-
 def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None:
     (sweep,) = passes.lower(forms.derive(Stages(), "fp32").programs["encode"])
     loops = [s for s in sweep.steps if isinstance(s, Loop)]
@@ -226,14 +218,6 @@ def test_codes_of_elements_are_looked_up_by_a_step() -> None:
     assert [s.node.dtype for s in first.sinks if s.kind == "keep"] == ["uint3"]
 
 
-def test_a_where_of_constants_has_a_known_range() -> None:
-    fields = dict(forms.derive(Looked(), "fp32").programs["encode"].fields)
-    assert passes.known_range(fields["sign"].args[0]) == (0.0, 1.0)
-    assert passes.known_range(fields["code"].args[0]) is None
-    (chosen,) = (a for a in fields["far"].args[0].args if a.attr == "where")
-    assert passes.known_range(chosen) == (-3.0, 40.0)
-
-
 def test_every_draw_has_its_own_stream() -> None:
     roots = forms.derive(Odd(), "fp32").programs["encode"].roots
     assert sorted(n.attr.number for n in ir.walk(roots) if n.op == "random") == [0, 1]
@@ -250,12 +234,6 @@ def test_random_of_block_scope_is_one_number_per_block() -> None:
     shifts = payload[begin:end].clone().view(torch.bfloat16)
     assert len(shifts) == 10
     assert len(set(shifts.tolist())) > 5
-
-
-def test_identical_nodes_are_one() -> None:
-    a = ir.alu("add", ir.const(1), ir.const(2))
-    assert a is ir.alu("add", ir.const(1.0), ir.const(2.0))
-    assert ir.const(0.0) is not ir.const(-0.0)
 
 
 def test_the_tables_are_complete() -> None:
