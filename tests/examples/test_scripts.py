@@ -70,6 +70,16 @@ def test_backend(script: str) -> None:
     assert found[-1] < 0.5 * found[0]
 
 
+def test_skeletons() -> None:
+    printed = run("skeleton_aggregator.py")
+    first, *_, last = losses(printed)
+    assert last < 0.8 * first
+    assert ratios(printed)[0] > 3
+    printed = run("skeleton_policy.py")
+    assert "pass 20: steepest: " in printed
+    assert "times fewer than uniform" in printed
+
+
 def elastic(checkpoint: Path, *options: str, ranks: int = 2) -> str:
     given = "--checkpoint", str(checkpoint), *options
     restarts = {"PET_MAX_RESTARTS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
