@@ -241,21 +241,21 @@ MUTANTS = (
         "gradwire/algorithms/ring.py",
         "c = (rank - 1 - hop) % world_size",
         "c = (rank - hop) % world_size",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     Mutant(
         "tree_drops_a_child", "the last rank is not summed",
         "gradwire/algorithms/tree.py",
         "if 2**b < reach and rank + 2**b < world_size]",
         "if 2**b < reach and rank + 2**b < world_size - 1]",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     Mutant(
         "sra_skips_a_segment", "contributions of all segments but the first are not sent",
         "gradwire/algorithms/halves.py",
         "        if away:\n",
         "        if away and not s:\n",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     Mutant(
         "wrong_server", "servers do not spread evenly over the ranks",
@@ -276,7 +276,7 @@ MUTANTS = (
         "gradwire/algorithms/scatter_reduce_allgather.py",
         "(world_size - 1) * message(segment[rank])",
         "(world_size - 1) * segment[rank]",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     # The engine.
     Mutant(
