@@ -218,6 +218,14 @@ def test_codes_of_elements_are_looked_up_by_a_step() -> None:
     assert [s.node.dtype for s in first.sinks if s.kind == "keep"] == ["uint3"]
 
 
+def test_a_where_of_constants_has_a_known_range() -> None:
+    fields = dict(forms.derive(Looked(), "fp32").programs["encode"].fields)
+    assert passes.known_range(fields["sign"].args[0]) == (0.0, 1.0)
+    assert passes.known_range(fields["code"].args[0]) is None
+    (chosen,) = (a for a in fields["far"].args[0].args if a.attr == "where")
+    assert passes.known_range(chosen) == (-3.0, 40.0)
+
+
 def test_every_draw_has_its_own_stream() -> None:
     roots = forms.derive(Odd(), "fp32").programs["encode"].roots
     assert sorted(n.attr.number for n in ir.walk(roots) if n.op == "random") == [0, 1]
@@ -234,6 +242,12 @@ def test_random_of_block_scope_is_one_number_per_block() -> None:
     shifts = payload[begin:end].clone().view(torch.bfloat16)
     assert len(shifts) == 10
     assert len(set(shifts.tolist())) > 5
+
+
+def test_identical_nodes_are_one() -> None:
+    a = ir.alu("add", ir.const(1), ir.const(2))
+    assert a is ir.alu("add", ir.const(1.0), ir.const(2.0))
+    assert ir.const(0.0) is not ir.const(-0.0)
 
 
 def test_the_tables_are_complete() -> None:
