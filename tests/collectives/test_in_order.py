@@ -18,6 +18,7 @@ from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from ranks import as_threads, caught
+from transport.shm_ends import at_once
 
 
 def test_jobs_of_several_threads_take_turns() -> None:
@@ -33,11 +34,7 @@ def test_jobs_of_several_threads_take_turns() -> None:
             all_reduce(tensors[i], "identity", group=comm, name=f"t{i}")
             done[i + 1].set()
 
-        threads = [threading.Thread(target=turn, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        at_once(*(partial(turn, i) for i in range(8)))
         return tensors
 
     for tensors in as_threads(3, body, fifo=FifoHub(3)):
