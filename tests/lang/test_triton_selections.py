@@ -11,13 +11,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton_checks
 from test_selections import Kept
 
 from gradwire.codecs import DGC, QSGD, AdaComp, Codec, MSTopK, TernGrad, ThreeLC, TopK
-from gradwire.lang import kernels, layout
+from gradwire.lang import kernels, layout, tiles
+from gradwire.lang.emit import triton_rows
 from gradwire.lang.ops import abs, concat, gather, scatter, share, topk, trit
 from products import EXHAUSTIVE, one_in
 
@@ -125,3 +127,21 @@ def test_launches_do_not_depend_on_the_number_of_rows(
 @pytest.mark.parametrize("codec", one_in(4, [ThreeLC(), DGC(), TopK(0.3), Trits()]), ids=repr)
 def test_kernels_stay_in_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     assert interpreting.submit(triton_checks.strays, codec, [0, 170]).result() == []
+
+
+@EXHAUSTIVE
+def test_the_table_agrees_with_the_layout() -> None:
+    """Offsets in a payload and capacities, for all rows at once."""
+    from gradwire.lang.rows import ROW
+
+    rows = np.zeros(5, ROW)
+    rows["numel"] = sizes = [1, 79, 4096, 10_001, 100_000]
+    for codec in (TopK(0.013), ThreeLC(), Trits(), AdaComp()):
+        lay = layout(codec)
+        table = tiles.divide(rows, lay).table
+        for name, expected in (
+            ("tail", [lay.offsets(n)[-1] for n in sizes]),
+            ("capacity", [lay.capacity(n) for n in sizes]),
+        ):
+            assert table[:, tiles.COLUMN[name]].tolist() == expected, (codec, name)
+    assert triton_rows.statistics([]) == []
