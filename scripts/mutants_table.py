@@ -241,21 +241,21 @@ MUTANTS = (
         "gradwire/algorithms/ring.py",
         "c = (rank - 1 - hop) % world_size",
         "c = (rank - hop) % world_size",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     Mutant(
         "tree_drops_a_child", "the last rank is not summed",
         "gradwire/algorithms/tree.py",
         "if 2**b < reach and rank + 2**b < world_size]",
         "if 2**b < reach and rank + 2**b < world_size - 1]",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     Mutant(
         "sra_skips_a_segment", "contributions of all segments but the first are not sent",
         "gradwire/algorithms/halves.py",
         "        if away:\n",
         "        if away and not s:\n",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     Mutant(
         "wrong_server", "servers do not spread evenly over the ranks",
@@ -276,7 +276,7 @@ MUTANTS = (
         "gradwire/algorithms/scatter_reduce_allgather.py",
         "(world_size - 1) * message(segment[rank])",
         "(world_size - 1) * segment[rank]",
-        ("tests/algorithms/test_graphs.py",),
+        ("tests/algorithms/test_schedules.py",),
     ),
     # The engine.
     Mutant(
@@ -312,7 +312,7 @@ MUTANTS = (
         "gradwire/engine/message.py",
         "    if envelope.checksum:\n        check_sum(",
         "    if envelope.checksum and not payload.size:\n        check_sum(",
-        ("tests/engine/test_message.py",),
+        ("tests/engine/test_headers.py",),
     ),
     Mutant(
         "checksums_not_checked", "as above, in messages of several buffers",
@@ -326,7 +326,7 @@ MUTANTS = (
         "gradwire/engine/message.py",
         '        "length": (found_length, length),\n',
         "",
-        ("tests/engine/test_message.py",),
+        ("tests/engine/test_headers.py",),
     ),
     Mutant(
         "stats_without_headers", "bytes on the wire are not those that are told",

@@ -91,11 +91,6 @@ class Parameters:
                 averages[i] = average.view(gradients[i].shape)
         return averages
 
-    def bases(self) -> list[torch.Tensor | None]:
-        """PowerSGD's bases; None for parameters that it does not compress."""
-        kept = [m.state.get("basis") for m in self.members]
-        return [None if basis is None else basis.clone() for basis in kept]
-
     def kept(self) -> list[dict[str, torch.Tensor]]:
         """All states of each parameter."""
         return [{key: t.clone() for key, t in m.state.items()} for m in self.members]

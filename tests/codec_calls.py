@@ -36,6 +36,7 @@ from gradwire.codecs import (
 from gradwire.lang import ROW, kernels, rng
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SENTINEL = 0xA5
 
 # every path through every codec
 CODECS: list[Codec] = [
@@ -107,41 +108,50 @@ def call(
     shared: int = 11,
     start: int = 0,
     origins: Sequence[int] | None = None,
+    aligned: int = 1,
 ) -> Result:
-    """Run a form on copies of the given tensors.
+    """Run a form on copies of the given tensors; nothing beside them, and no peer's payload, may
+    change.
 
     `origins`: of the peers' payloads, by default 0, 1, ...; `key_of` gives the keys to encode them.
+    `rank`: -1 for a sum without own values. `aligned`: the alignment of payloads, in bytes.
     """
     made = kernels(codec, values.dtype, target)
-    size = made.layout.nbytes(values.numel())
+    size, width = made.layout.nbytes(values.numel()), values.itemsize
+    # a sentinel on either side shows a write outside
+    own = torch.full((values.nbytes + 2 * width,), SENTINEL, dtype=torch.uint8)
+    sent = torch.full((size + 2 * aligned,), SENTINEL, dtype=torch.uint8)
     result = Result(
-        values.clone(),
+        own[width:-width].view(values.dtype),  # aligned to one value only
         torch.zeros(values.numel()) if residual is None else residual.clone(),
-        # a sentinel on either side shows a write outside the payload
-        torch.full((size + 2,), 0xA5, dtype=torch.uint8),
+        sent[aligned:-aligned],
     )
+    result.values.copy_(values)
     if payload is not None:
-        result.payload[1:-1] = payload
+        result.payload.copy_(payload)
     peers = peers or []
     # peers' payloads may have any addresses: here in reverse, at unequal distances
-    places = np.array([(size + k) * k for k in reversed(range(len(peers)))], dtype="i8")
-    sources = torch.zeros((size + len(peers)) * len(peers), dtype=torch.uint8)
+    room = -(-size // aligned)
+    places = np.array([(room + k) * k * aligned for k in reversed(range(len(peers)))], dtype="i8")
+    sources = torch.zeros((room + len(peers)) * len(peers) * aligned, dtype=torch.uint8)
     for place, peer in zip(places.tolist(), peers, strict=True):
         sources[place : place + size] = peer
+    before = sources.clone()
     rows = np.zeros(1, ROW)
     rows["values"], rows["residual"] = result.values.data_ptr(), result.residual.data_ptr()
-    # one byte off: payloads have no alignment
-    rows["payload"], rows["source"] = result.payload.data_ptr() + 1, sources.data_ptr()
+    rows["payload"], rows["source"] = result.payload.data_ptr(), sources.data_ptr()
     rows["source"] += places[:1].astype("u8") if peers else 0
     rows["numel"], rows["start"] = values.numel(), start
     rows["key"], rows["shared"] = key, shared
     behind = np.array(range(len(peers)) if origins is None else origins, dtype="i8")
     made.run(
-        form, rows, ranks=len(peers) + 1, rank=rank, factor=factor, threads=threads,
+        form, rows, ranks=len(peers) + (rank >= 0), rank=rank, factor=factor, threads=threads,
         distances=np.concatenate([places - places[:1], behind]),
     )  # fmt: skip
-    assert result.payload[0] == result.payload[-1] == 0xA5
-    result.payload = result.payload[1:-1]
+    for memory, beside in ((own, width), (sent, aligned)):
+        assert (memory[:beside] == SENTINEL).all()
+        assert (memory[-beside:] == SENTINEL).all()
+    assert torch.equal(sources, before)
     return result
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -106,6 +106,7 @@ def as_processes(
     deadline: float = 120.0,
     expect_death: tuple[int, ...] = (),
     backend: str | None = "gloo",
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `body(rank, *args)` in `world_size` processes; returns its results, in rank order.
 
@@ -115,7 +116,7 @@ def as_processes(
     begun = time.monotonic()
     found = ends(
         world_size, body, *args, timeout=timeout, deadline=deadline, backend=backend,
-        unawaited=expect_death, grace=GRACE,
+        environment=environment, unawaited=expect_death, grace=GRACE,
     )  # fmt: skip
     failed = [r for r, e in enumerate(found) if e.error and r not in expect_death]
     if failed:

@@ -1,8 +1,7 @@
-"""State that is saved, and loaded by the same or another number of ranks."""
+"""State that is saved, and loaded by another number of ranks."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,14 @@ import torch
 import gradwire as gw
 from averaging import Parameters, Shape, drawn
 from gradwire.aggregators import (
-    THC,
     Aggregator,
     ARTopK,
     Compressed,
     Context,
     DeepGradientCompression,
-    GlobalTopK,
-    LWTopK,
     PowerSGD,
     StateSpec,
     Steps,
-    TopKC,
 )
 from gradwire.codecs import QSGD, TopK
 from gradwire.collectives import AllGather, ReduceScatter
@@ -78,20 +73,14 @@ class Smoothed(Aggregator):
         return 2 * math.prod(shape) * dtype.itemsize
 
 
+# Of every kind of state; tests/integrations/test_training_matrix.py has the other methods, and that
+# a run resumes to the same bits.
 CASES: dict[str, Aggregator] = {
     "qsgd": Compressed(QSGD(bits=2)),
     "topk": Compressed(TopK(density=0.05)),
     "powersgd": PowerSGD(2),
-    "artopk": ARTopK(0.05, scope="layer"),
-    "topkc": TopKC(bits=4, chunk=16, scope="layer"),
-    "topkc of a model": TopKC(bits=4, chunk=16),
-    "thc": THC(chunk=64),
     "artopk auto": ARTopK(0.05, "auto", "layer"),
-    "artopk by variance": ARTopK(0.05, "variance", "model"),
-    "lwtopk": LWTopK(0.05),
-    "globaltopk": GlobalTopK(0.05),
     "dgc": DeepGradientCompression(0.05, warmup=4),
-    "dgc without momentum": DeepGradientCompression(0.05, momentum=0, clip=3.0),
     "smoothed": Smoothed(),
 }
 
@@ -136,31 +125,6 @@ class Rank:
             m.keep({k: t.clone() for k, t in merged["aggregators"].get(m.name, {}).items()})
 
 
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-@pytest.mark.parametrize(("case", "ranks"), [(c, (2, 3, 2, 5)[i % 4]) for i, c in enumerate(CASES)])
-def test_resuming_is_bit_identical(case: str, ranks: int) -> None:
-    def body(comm: Communicator) -> None:
-        first = Rank(comm, case)
-        first.train(0, 3)
-        states = [first.saved(), through_a_file(first.saved())]
-        expected, end = first.train(3, 6), first.saved()["aggregators"]
-        for state in states:
-            again = Rank(comm, case)
-            again.train(0, 1)  # its state is replaced
-            again.load([state])
-            assert all(map(torch.equal, again.train(3, 6), expected))
-            for name, kept in again.saved()["aggregators"].items():
-                assert all(torch.equal(kept[k], end[name][k]) for k in end[name])
-
-    as_threads(ranks, body)
-
-
 def states_after(case: str, ranks: int, steps: int = 3) -> list[dict[str, Any]]:
     def body(comm: Communicator) -> dict[str, Any]:
         mine = Rank(comm, case)
@@ -192,9 +156,6 @@ def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
 
         found = as_threads(ranks, body)
         after = [loaded for loaded, _ in found]
-        clipped = 1.0
-        if case == "dgc without momentum":
-            clipped = 3.0 / float(torch.cat([g.view(-1) for g in drawn(SHAPES, 0, 3)]).norm())
         for i, shape in enumerate(SHAPES):
             name = f"p{i}"
             owed = ("residual", "owed")
@@ -217,7 +178,7 @@ def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
                     kept = mean(after, name, (key,)), mean(before, name, (key,))
                     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
             if ranks == 1:  # its average includes the owed residual, and momentum
-                paid = drawn(SHAPES, 0, 3)[i].double().view(-1) * clipped + expected
+                paid = drawn(SHAPES, 0, 3)[i].double().view(-1) + expected
                 paid += 0.9 * mean(before, name, ["velocity"])
                 average = found[0][1][i].double().view(-1)
                 torch.testing.assert_close(average, paid, rtol=1e-5, atol=1e-5)

@@ -153,7 +153,7 @@ def company(_: int, rank: int, feedback: bool) -> None:
             mine = Parameters(comm, shapes, aggregator)
             for step in range(3):
                 averages = mine.average(drawn(shapes, comm.rank, step), scopes)
-            found.append([*averages, *mine.states(), *[b for b in mine.bases() if b is not None]])
+            found.append([*averages, *mine.states(), *mine.states("basis")])
         return found
 
     for mine in as_threads(2, body):

@@ -161,21 +161,20 @@ def test_error_feedback_keeps_what_was_not_sent(ranks: int, how: str) -> None:
 
 def test_a_full_rotation_is_that_of_each_power_of_two() -> None:
     for chunks, chunk in product([1, 2, 5, 13], [2, 16, 64]):
-        check_full_rotation(chunks, chunk)
-
-
-def check_full_rotation(chunks: int, chunk: int) -> None:
-    numel = chunks * chunk + 7
-    values, key = torch.randn(numel, generator=torch.Generator().manual_seed(chunk)), step_key(5, 0)
-    turned, ones, signs, back = (torch.empty(numel) for _ in range(4))
-    run_local(Turned(1), "encode", [ones.fill_(1)], [signs], key)
-    run_local(Turned(chunk), "encode", [values], [turned], key)
-    rotate_across(turned, chunk)
-    expected = rotation(numel, "full", chunk, signs) @ values.double()
-    torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-5)
-    rotate_across(turned, chunk)
-    run_local(Turned(chunk), "decode", [back], [turned], key)
-    torch.testing.assert_close(back, values, rtol=0, atol=1e-5)
+        numel = chunks * chunk + 7
+        values, key = (
+            torch.randn(numel, generator=torch.Generator().manual_seed(chunk)),
+            step_key(5, 0),
+        )
+        turned, ones, signs, back = (torch.empty(numel) for _ in range(4))
+        run_local(Turned(1), "encode", [ones.fill_(1)], [signs], key)
+        run_local(Turned(chunk), "encode", [values], [turned], key)
+        rotate_across(turned, chunk)
+        expected = rotation(numel, "full", chunk, signs) @ values.double()
+        torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-5)
+        rotate_across(turned, chunk)
+        run_local(Turned(chunk), "decode", [back], [turned], key)
+        torch.testing.assert_close(back, values, rtol=0, atol=1e-5)
 
 
 def test_sums_saturate_in_the_order_of_the_algorithm() -> None:
@@ -271,17 +270,13 @@ def test_a_width_that_suffices_is_accepted() -> None:
 
 def test_the_memory_of_numbers_is_a_payload() -> None:
     for numel in (1, 15, 16, 17, 100):
-        check_memory(numel)
-
-
-def check_memory(numel: int) -> None:
-    made = Numbers(torch.zeros(numel), 16)
-    for codec in (Rounded(16, 7, True), Restored(16, 7, True)):
-        assert layout(codec).nbytes(numel) == made.memory.numel()
-    made.numbers.copy_(torch.arange(numel) % 7)
-    made.ranges.fill_(14)
-    found, ends = torch.empty(numel), torch.empty(1)
-    run_local(Restored(16, 7, False), "decode", [found], [made.memory], None, 0.5)
-    torch.testing.assert_close(found, made.numbers)
-    run_local(Ends(5), "encode", [made.numbers], [ends])
-    assert ends.item() == (made.numbers >= 5).sum()
+        made = Numbers(torch.zeros(numel), 16)
+        for codec in (Rounded(16, 7, True), Restored(16, 7, True)):
+            assert layout(codec).nbytes(numel) == made.memory.numel()
+        made.numbers.copy_(torch.arange(numel) % 7)
+        made.ranges.fill_(14)
+        found, ends = torch.empty(numel), torch.empty(1)
+        run_local(Restored(16, 7, False), "decode", [found], [made.memory], None, 0.5)
+        torch.testing.assert_close(found, made.numbers)
+        run_local(Ends(5), "encode", [made.numbers], [ends])
+        assert ends.item() == (made.numbers >= 5).sum()

@@ -242,21 +242,17 @@ def test_of_equal_sizes_the_lowest_come_first() -> None:
 
 def test_chunks_are_taken_out_and_put_back() -> None:
     for numel, size in product([1, 3, 4, 5, 15, 16, 17, 31, 33, 39], (4, 16)):
-        check_chunks(numel, size)
-
-
-def check_chunks(numel: int, size: int) -> None:
-    values, chunks = torch.arange(1.0, numel + 1), -(-numel // size)
-    for picks in range(1, 1 << min(chunks, 6)):
-        at = torch.tensor([c for c in range(chunks) if picks >> c & 1])
-        rows = torch.full((len(at), size), torch.nan)
-        gather_chunks(values, at, rows)
-        padded = torch.nn.functional.pad(values, (0, chunks * size - numel)).view(chunks, size)
-        assert torch.equal(rows, padded[at])
-        back = -values
-        scatter_chunks(rows, at, back)
-        taken = torch.zeros(chunks, size).index_fill_(0, at, 1).view(-1)[:numel].bool()
-        assert torch.equal(back, torch.where(taken, values, -values))
+        values, chunks = torch.arange(1.0, numel + 1), -(-numel // size)
+        for picks in range(1, 1 << min(chunks, 6)):
+            at = torch.tensor([c for c in range(chunks) if picks >> c & 1])
+            rows = torch.full((len(at), size), torch.nan)
+            gather_chunks(values, at, rows)
+            padded = torch.nn.functional.pad(values, (0, chunks * size - numel)).view(chunks, size)
+            assert torch.equal(rows, padded[at])
+            back = -values
+            scatter_chunks(rows, at, back)
+            taken = torch.zeros(chunks, size).index_fill_(0, at, 1).view(-1)[:numel].bool()
+            assert torch.equal(back, torch.where(taken, values, -values))
 
 
 def test_defaults_are_the_papers() -> None:

@@ -1,4 +1,5 @@
-"""Every algorithm's graphs over all ranks: no deadlock, complete sums, bytes accounted."""
+"""Graphs of algorithms: their peers, rounds, times and memory; and the laws of every graph, which
+test_schedules.py and test_hierarchical.py assert."""
 
 from __future__ import annotations
 
@@ -6,12 +7,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from symbolic import name_of, run
+from symbolic import Rank, name_of, run
 
 from gradwire.algorithms import (
-    OF,
     REGISTRY,
     Algorithm,
     Coordinated,
@@ -21,19 +20,12 @@ from gradwire.algorithms import (
     ring,
     tree,
 )
-from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.engine import HEADER_BYTES, Graph, Kind
 from ranks import WORLD_SIZES
 
-HALVES = {verb: OF[verb]["sra"] for verb in ("reduce_scatter", "all_gather")}
 PLAIN = {name: a for name, a in REGISTRY.items() if name != "hierarchical"}
 every = pytest.mark.parametrize("algorithm", PLAIN.values(), ids=PLAIN)
-quickly = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-
 payloads = st.sampled_from([0, 16, 160])
-worlds = st.integers(1, 9)
 
 
 def draw_sizes(data: st.DataObject, chunks: int) -> list[list[int]]:
@@ -47,21 +39,29 @@ def both_forms(algorithm: Algorithm, sizes: list[list[int]]) -> list[list[int]]:
     return [segment + [4 * size for size in segment] * full for segment in sizes]
 
 
-def check(algorithm: Algorithm, n: int, sizes: list[list[int]], whole: bool = True) -> None:
-    """Check the laws that depend on the graph alone."""
+def check(
+    algorithm: Algorithm, n: int, sizes: list[list[int]], verb: str = "all_reduce", root: int = 0
+) -> list[Rank]:
+    """The laws that depend on the graph alone: nobody waits for ever, bytes are accounted, and each
+    rank ends with what belongs to it, decoded from the same payloads everywhere."""
     ranks = run(algorithm, sizes, n)
     for rank in ranks:
         graph = rank.graph
         assert algorithm.wire_bytes(rank.number, n, sizes) == bytes_sent(graph, sizes)
-        if not whole or n == 1:
+        if n == 1:
             continue
-        # Each rank's values once, decoded from the same payloads everywhere.
-        assert all(total == dict.fromkeys(range(n), 1) for total in rank.values.values())
-        assert rank.maker == ranks[0].maker
+        for (_, chunk), total in rank.values.items():
+            of = {"all_gather": [chunk], "broadcast": [root]}.get(verb, range(n))
+            if verb != "reduce_scatter" or chunk == rank.number:
+                assert total == dict.fromkeys(of, 1)
+        assert rank.maker == ranks[0].maker or verb == "reduce_scatter"
+        if verb == "broadcast":
+            assert len(rank.maker) == sum(size > 0 for segment in sizes for size in segment)
         for task, kind in enumerate(graph.kind):
-            if kind is Kind.MERGE:
+            if kind is Kind.MERGE and verb == "all_reduce":
                 made = {name_of(graph, b) for b in graph.writes[task] or graph.reads[task]}
                 assert graph.final[task] == (made <= makers(rank.maker))
+    return ranks
 
 
 def bytes_sent(graph: Graph, sizes: list[list[int]]) -> int:
@@ -71,21 +71,6 @@ def bytes_sent(graph: Graph, sizes: list[list[int]]) -> int:
 
 def makers(maker: dict[tuple[int, int], tuple[Any, ...]]) -> set[Any]:
     return {b for buffers in maker.values() for b in buffers}
-
-
-@every
-@quickly
-@given(n=worlds, data=st.data())
-def test_graphs(algorithm: Algorithm, n: int, data: st.DataObject) -> None:
-    check(algorithm, n, draw_sizes(data, algorithm.chunks(n)))
-
-
-@quickly
-@given(n=worlds, partitions=st.integers(1, 12), data=st.data())
-def test_a_parameter_server_of_any_number_of_partitions(
-    n: int, partitions: int, data: st.DataObject
-) -> None:
-    check(served(partitions), n, draw_sizes(data, partitions))
 
 
 def served(partitions: int) -> Algorithm:
@@ -101,18 +86,6 @@ def served(partitions: int) -> Algorithm:
         chunks = staticmethod(lambda world_size: partitions)
 
     return Served()
-
-
-@quickly
-@given(n=worlds, window=st.integers(1, 3), data=st.data())
-def test_coordinated_rounds(n: int, window: int, data: st.DataObject) -> None:
-    partitions = data.draw(st.integers(1, 12))
-    inner = data.draw(st.sampled_from([REGISTRY["sra"], served(partitions)]))
-    algorithm = Coordinated(inner, window)
-    sizes = draw_sizes(data, algorithm.chunks(n))
-    check(algorithm, n, sizes)
-    for half in HALVES.values():
-        check(Coordinated(half, window), n, draw_sizes(data, n), whole=False)
 
 
 def test_coordinated_ranks_have_one_receiver_at_a_time() -> None:
@@ -145,37 +118,6 @@ def columns_of(graph: Graph) -> list[tuple[Any, ...]]:
         )
         for task in range(len(graph))
     ]
-
-
-@quickly
-@given(n=worlds, made=st.sampled_from([ScatterAllGather, Tree]), data=st.data())
-def test_a_broadcast_has_the_roots_values_everywhere(
-    n: int, made: type[ScatterAllGather | Tree], data: st.DataObject
-) -> None:
-    root = data.draw(st.integers(0, n - 1))
-    algorithm = made(root)
-    sizes = draw_sizes(data, algorithm.chunks(n))
-    check(algorithm, n, sizes, whole=False)
-    ranks = run(algorithm, sizes, n)
-    for rank in ranks if n > 1 else []:
-        assert all(total == {root: 1} for total in rank.values.values())
-        assert rank.maker == ranks[0].maker
-        assert len(rank.maker) == sum(map(bool, (n for segment in sizes for n in segment)))
-
-
-@quickly
-@given(n=worlds, data=st.data())
-def test_the_halves(n: int, data: st.DataObject) -> None:
-    for name, algorithm in HALVES.items():
-        sizes = draw_sizes(data, n)
-        check(algorithm, n, sizes, whole=False)
-        for rank in run(algorithm, sizes, n):
-            everyone = dict.fromkeys(range(n), 1)
-            for (_, chunk), total in rank.values.items():
-                if name == "all_gather":
-                    assert total == {chunk: 1}
-                elif chunk == rank.number:
-                    assert total == everyone
 
 
 @every

@@ -120,16 +120,6 @@ def test_saturating_adds_exactly_and_saturates_the_result() -> None:
         assert torch.equal(written, result.values), rank
 
 
-def test_saturating_depends_on_the_order_of_sums() -> None:
-    """At one rank 7 + 7 - 7 is 7; a partial sum that is sent saturates at 7 before."""
-    codec, seven = Saturating(), torch.full((3,), 7.0)
-    peer, last = (call(codec, "encode", v).payload for v in (seven, -seven))
-    at_once = call(codec, "reduce_encode", seven, peers=[peer, last]).values
-    partial = call(codec, "reduce_encode", seven, peers=[peer]).payload
-    in_turn = call(codec, "reduce_encode", -seven, peers=[partial]).values
-    assert (at_once.tolist(), in_turn.tolist()) == ([7.0] * 3, [0.0] * 3)
-
-
 # 3LC --------------------------------------------------------------------------------------------
 
 

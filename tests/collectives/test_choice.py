@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gradwire
 from gradwire import ConfigError, Options, all_reduce
 from gradwire.algorithms import REGISTRY
 from gradwire.codecs import REGISTRY as CODECS
@@ -13,7 +12,7 @@ from gradwire.codecs import TBQ, Codec, RandomK
 from gradwire.codecs import get as get_codec
 from gradwire.collectives import check_defined, check_feedback
 from gradwire.engine import Communicator
-from ranks import as_processes, as_threads, caught
+from ranks import as_threads, caught
 from rooms.engine import numbered
 
 A, B, C = b"a", b"b", b"c"
@@ -126,34 +125,6 @@ def test_error_feedback_wants_the_biased_randomk() -> None:
         check_feedback(RandomK(density=0.1, unbiased=True))
     for name in CODECS:
         check_feedback(get_codec(name))
-
-
-def train(rank: int, algorithm: str, **options: object) -> list[float]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(64, 32))
-    handle = gradwire.attach(model, bits=8, algorithm=algorithm, **options)
-    model(torch.full((4, 64), float(rank + 1))).square().mean().backward()
-    assert handle.stats()["wire_bytes"] > 0
-    return [float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None]
-
-
-def train_with_all(rank: int) -> dict[str, list[float]]:
-    scaled = RandomK(density=0.1, unbiased=True)
-    gradwire.attach(_ddp(), scaled, algorithm="all_gather")
-    return {name: train(rank, name) for name in REGISTRY}
-
-
-def _ddp() -> torch.nn.parallel.DistributedDataParallel:
-    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-
-
-def test_attach_takes_every_algorithm() -> None:
-    first, second = as_processes(2, train_with_all)
-    assert first == second
-    for sums in first.values():
-        assert sums == pytest.approx(first["all_gather"], rel=0.02)
 
 
 def test_where_partial_sums_of_fp16_overflow_or_saturate() -> None:

@@ -18,6 +18,7 @@ from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from ranks import as_threads, caught
+from transport.shm_ends import at_once
 
 
 def test_jobs_of_several_threads_take_turns() -> None:
@@ -33,11 +34,7 @@ def test_jobs_of_several_threads_take_turns() -> None:
             all_reduce(tensors[i], "identity", group=comm, name=f"t{i}")
             done[i + 1].set()
 
-        threads = [threading.Thread(target=turn, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        at_once(*(partial(turn, i) for i in range(8)))
         return tensors
 
     for tensors in as_threads(3, body, fifo=FifoHub(3)):
@@ -101,9 +98,10 @@ def test_a_closed_communicator_refuses() -> None:
         comm.close()
         return caught(lambda: all_reduce(torch.ones(3), group=comm))
 
-    for error in as_threads(2, body, fifo=FifoHub(2)):
-        assert isinstance(error, TransportError)
-        assert "destroyed" in str(error)
+    for fifo in (FifoHub(2), None):
+        for error in as_threads(2, body, fifo=fifo):
+            assert isinstance(error, TransportError)
+            assert "destroyed" in str(error)
 
 
 def test_memory_is_that_of_one_collective() -> None:

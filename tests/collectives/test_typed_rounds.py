@@ -23,7 +23,6 @@ from gradwire.collectives import (
     AllReduce,
     Broadcast,
     Item,
-    Operation,
     ReduceScatter,
     Request,
     prepare,
@@ -206,42 +205,6 @@ def test_collectives_of_a_round_are_prepared_in_any_order() -> None:
         return sum(float(items[0].values.sum()) for _, items in ticket_items)
 
     assert as_threads(n, body, Hub(n, timeout=60)) == [2 * n * 3000.0] * n
-
-
-def test_one_round_beside_another_of_the_same_ticket() -> None:
-    """`start_round` itself: a round of four collectives, then one of two; bytes are each's own."""
-    n = 3
-
-    def body(comm: Communicator) -> list[int]:
-        owner = comm.owner("a test", window=1)
-        operations = [
-            Operation("all_reduce", "sum"),
-            Operation("broadcast", root=1),
-            Operation("broadcast", root=2),
-            Operation("all_gather"),
-        ]
-        ticket, sent = owner.ticket(), []
-        for part in (operations, operations[1:3]):
-            tensors = [torch.full((3072,), float(comm.rank)) for _ in part]
-            rounds = []
-            for operation, t in zip(part, tensors, strict=True):
-                spec = Spec("w", 3072, t.dtype, uncompressed(operation, t.dtype))
-                item = Item(t, rng.parameter_keys(0, "w", comm.rank), 0)
-                rounds.append((prepare(owner, [spec], None, operation), [item]))
-            running = start_round(ticket, rounds)
-            sent += [future.result(30).wire_bytes for future in running]
-            assert sent[-len(part) :] == [c.prepared.wire_bytes for c, _ in rounds]
-            if len(part) == 4:
-                assert torch.equal(tensors.pop(), torch.arange(3.0).repeat_interleave(1024))
-                assert torch.equal(tensors.pop(0), torch.full((3072,), 3.0))
-            assert [float(t[0]) for t in tensors] == [1.0, 2.0]
-        ticket.close()
-        return sent
-
-    for rank, sent in enumerate(as_threads(n, body)):
-        part = 48 + 4096  # a header, and a third of the floats
-        by_root = [4 * part if rank == root else part for root in (1, 2)]
-        assert sent == [4 * part, *by_root, 2 * part, *by_root]
 
 
 def test_requests_in_two_levels_use_the_handles_machines() -> None:

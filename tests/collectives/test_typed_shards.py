@@ -6,29 +6,16 @@ tests/laws/test_shard_laws.py has their laws.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from gradwire import Options, all_gather, reduce_scatter
 from gradwire.codecs import RandomK
-from gradwire.collectives import AllGather, ReduceScatter, Request, prepare
+from gradwire.collectives import AllGather, ReduceScatter
 from gradwire.engine import Communicator
+from laws.shards import run
 from ranks import as_threads
-from rooms.collectives import begin
 from typed_values import generator, same_bits, values
-
-
-def run(comm: Communicator, request: Request, **how: Any) -> torch.Tensor:
-    """The result of a single collective on this rank; checks law 5."""
-    options = Options(**how)
-    running, result = begin(comm, request, "w", 0, 7, options)
-    sent = running.result(30).wire_bytes
-    spec = request.spec("w", 0, comm.world_size)
-    device = request.values.device
-    collective = prepare(comm.calls, [spec], options, request.operation, device)
-    assert sent == collective.prepared.wire_bytes or collective.prepared.varies
-    return result
 
 
 def test_a_gather_into_the_memory_that_has_its_shard() -> None:
@@ -41,7 +28,7 @@ def test_a_gather_into_the_memory_that_has_its_shard() -> None:
         into = torch.zeros(sum(lengths[:n]), dtype=torch.int32)
         own = into[sum(lengths[: comm.rank]) :][: lengths[comm.rank]]
         own.copy_(given[comm.rank])
-        return run(comm, AllGather(own, lengths[:n], into=into))
+        return run(comm, AllGather(own, lengths[:n], into=into), Options())
 
     for n in (1, 3, 5):
         for whole in as_threads(n, body):
@@ -58,8 +45,8 @@ def test_shards_without_lengths_at_a_distance() -> None:
             expected = n * memory[comm.rank * stride :][:shard]
             reduce = ReduceScatter(memory, "sum", stride=stride)
             assert reduce.spec("w", 0, n).numel == n * shard
-            assert torch.equal(run(comm, reduce), expected)
-            gathered = run(comm, AllGather(expected.clone(), stride=stride))
+            assert torch.equal(run(comm, reduce, Options()), expected)
+            gathered = run(comm, AllGather(expected.clone(), stride=stride), Options())
             assert gathered.numel() == memory.numel()
 
     as_threads(3, body)

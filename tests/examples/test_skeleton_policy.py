@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from gradwire import ConfigError
 from gradwire.controllers import Budget
 from gradwire.controllers.error import METRICS
 from gradwire.controllers.layer import plan_cost, plan_error
-from products import EXHAUSTIVE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "skeleton_policy.py"
 Steepest: Any = runpy.run_path(str(EXAMPLE))["Steepest"]
@@ -50,14 +47,3 @@ def test_it_saves_much_of_what_can_be_saved() -> None:
 def test_bad_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="spend=0"):
         Steepest(spend=0)
-
-
-@EXHAUSTIVE
-@pytest.mark.multiprocess
-def test_the_example_decides() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(EXAMPLE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "pass 20: steepest: " in done.stdout
-    assert "times fewer than uniform" in done.stdout

@@ -1,19 +1,28 @@
-"""Exact: all forms against torch's operations, in every dtype, at every rank."""
+"""Exact: its forms against torch's operations, in every dtype and at every rank; its layout, its
+errors, and its use by kernels, partitions and the registry."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
 from itertools import count, product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gradwire.lang import ROW, Exact, decode, encode, kernels
+import gradwire
+from codec_calls import Result, call
+from gradwire import codecs
+from gradwire.errors import ConfigError
+from gradwire.lang import ROW, Exact, decode, encode, fingerprint, kernels, layout
 from gradwire.lang.exact_forms import PIECE
 from gradwire.lang.forms import FORMS
-from rooms.engine import ALIGNMENT, align
+from gradwire.partition import Spec, partition
+from rooms.engine import ALIGNMENT
 
 SIZES = [0, 1, 15, 17, 1023, 1025]
 RANKS = [1, 2, 3, 5]
@@ -33,7 +42,6 @@ PAIRS = [
     *(("sum", dtype) for dtype in [*INTEGERS, *FLOATS, torch.complex64, torch.complex128]),
     *((op, dtype) for op in ("min", "max") for dtype in ORDERED),
 ]
-SENTINEL = 0xA5
 _fresh = count(1)
 
 
@@ -67,106 +75,38 @@ def same(a: torch.Tensor, b: torch.Tensor, zeros: bool = True) -> bool:
     return signs and torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
 
 
-class Memory:
-    """The rows of a call and their memory: values minimally aligned, payloads as in messages."""
-
-    def __init__(self, dtype: torch.dtype, sizes: Sequence[int], payloads: int) -> None:
-        self.dtype, self.sizes = dtype, sizes
-        itemsize = dtype.itemsize
-        room = [align(n * itemsize) + ALIGNMENT for n in sizes]
-        # aligned to the itemsize only
-        self.at = [sum(room[:i]) + itemsize for i in range(len(sizes))]
-        self.payload_at = [sum(room[:i]) for i in range(len(sizes))]
-        self.values = torch.full((sum(room) + itemsize,), SENTINEL, dtype=torch.uint8)
-        self.payload = torch.full((sum(room) + 64,), SENTINEL, dtype=torch.uint8)
-        # peers' payloads at unequal distances, the last rank's first
-        order = range(payloads)
-        self.places = [sum(sum(room) + 64 + 16 * j for j in order[k + 1 :]) for k in order]
-        self.sources = torch.zeros(sum(sum(room) + 64 + 16 * j for j in order), dtype=torch.uint8)
-        self.rows = np.zeros(len(sizes), ROW)
-        self.rows["numel"] = sizes
-        self.rows["values"] = self.values.data_ptr() + np.array(self.at)
-        self.rows["payload"] = self.payload.data_ptr() + np.array(self.payload_at)
-        if payloads:
-            first = self.sources.data_ptr() + self.places[0]
-            self.rows["source"] = first + np.array(self.payload_at)
-        self.distances = np.array([at - self.places[0] for at in self.places], dtype="i8")
-
-        # a part, or the number of a peer's payload -> its memory, and the place of each row
-        self.parts: dict[str | int, tuple[torch.Tensor, list[int]]] = {
-            "values": (self.values, self.at),
-            "payload": (self.payload, self.payload_at),
-            **{k: (self.sources[at:], self.payload_at) for k, at in enumerate(self.places)},
-        }
-
-    def put(self, part: str | int, i: int, values: torch.Tensor) -> None:
-        memory, places = self.parts[part]
-        memory[places[i] :][: values.nbytes] = bits(values)
-
-    def got(self, part: str, i: int) -> torch.Tensor:
-        memory, places = self.parts[part]
-        nbytes = self.sizes[i] * self.dtype.itemsize
-        return memory[places[i] :][:nbytes].clone().view(self.dtype)
-
-    def check_bounds(self) -> None:
-        """Nothing was written outside the rows."""
-        for part in ("values", "payload"):
-            memory, places = self.parts[part]
-            beside = torch.ones(len(memory), dtype=torch.bool)
-            for begin, n in zip(places, self.sizes, strict=True):
-                beside[begin : begin + n * self.dtype.itemsize] = False
-            assert bool((memory[beside] == SENTINEL).all()), part
-
-
-def times(values: torch.Tensor, factor: float) -> torch.Tensor:
-    return values if factor == 1 else values * factor
+def exact(op: str, form: str, values: torch.Tensor, **how: Any) -> Result:
+    """A call in memory as messages have it."""
+    return call(Exact(op), form, values, aligned=ALIGNMENT, **how)
 
 
 @pytest.mark.parametrize("target", ["c", "eager", "auto"])
 def test_copies_change_no_bit(target: str) -> None:
-    for dtype in ANY:
-        made = kernels(Exact(""), dtype, target, ["encode", "decode"])
-        assert made.device.type == "cpu"
-        memory = Memory(dtype, SIZES, 0)
-        data = [numbers(n, dtype) for n in SIZES]
-        for i, values in enumerate(data):
-            memory.put("values", i, values)
-        made.run("encode", memory.rows)
-        memory.check_bounds()
-        for i, values in enumerate(data):
-            assert torch.equal(bits(memory.got("payload", i)), bits(values)), dtype
-            assert torch.equal(bits(memory.got("values", i)), bits(values)), dtype
-        memory.values.fill_(SENTINEL)
-        made.run("decode", memory.rows)
-        memory.check_bounds()
-        for i, values in enumerate(data):
-            assert torch.equal(bits(memory.got("values", i)), bits(values)), dtype
+    for dtype, n in product(ANY, SIZES):
+        values, memory = numbers(n, dtype), numbers(n, dtype)
+        sent = exact("", "encode", values, target=target)
+        assert torch.equal(sent.payload, bits(values)), dtype
+        assert torch.equal(bits(sent.values), bits(values)), dtype
+        got = exact("", "decode", memory, payload=sent.payload, target=target)
+        assert torch.equal(bits(got.values), bits(values)), dtype
 
 
 def reduced(op: str, dtype: torch.dtype, form: str, ranks: int, rank: int, factor: float) -> bool:
-    """Whether a reduction of random rows equals torch's, and writes nowhere else."""
-    alone = form == "decode_add"
-    made = kernels(Exact(op), dtype, "c", [form])
-    data = [[numbers(n, dtype) for n in SIZES] for _ in range(2 if alone else ranks)]
-    peers = data[1:] if alone else [d for r, d in enumerate(data) if r != rank]
-    memory = Memory(dtype, SIZES, len(peers))
-    for i in range(len(SIZES)):
-        if rank >= 0:
-            memory.put("values", i, data[rank][i])
-        for k, peer in enumerate(peers):
-            memory.put(k, i, peer[i])
-        if alone:
-            memory.put("payload", i, peers[0][i])
-    distances = memory.distances if peers and not alone else None
-    sent = memory.sources.clone()
-    made.run(form, memory.rows, ranks, rank, distances=distances, factor=factor)
-    memory.check_bounds()
-    right = torch.equal(memory.sources, sent)  # peers may read them, too
-    for i in range(len(SIZES)):
-        expected = times(functools.reduce(OPERATIONS[op], [d[i] for d in data]), factor)
-        right &= same(memory.got("values", i), expected, zeros=op == "sum")
+    """Whether reductions of random values equal torch's."""
+    right = True
+    for n in SIZES:
+        data = [numbers(n, dtype) for _ in range(ranks)]
+        peers = [bits(values) for r, values in enumerate(data) if r != rank]
+        own = data[rank] if rank >= 0 else numbers(n, dtype)
+        if form == "decode_add":
+            result = exact(op, form, own, payload=peers[0])
+        else:
+            result = exact(op, form, own, peers=peers, rank=rank, factor=factor)
+        expected = functools.reduce(OPERATIONS[op], data)
+        expected = expected if factor == 1 else expected * factor
+        right &= same(result.values, expected, zeros=op == "sum")
         if form == "reduce_encode":
-            right &= torch.equal(bits(memory.got("payload", i)), bits(memory.got("values", i)))
+            right &= torch.equal(result.payload, bits(result.values))
     return right
 
 
@@ -177,7 +117,7 @@ def test_reductions_equal_torchs(form: str) -> None:
     for number, (op, dtype) in enumerate(PAIRS):
         scales = dtype.is_floating_point or dtype.is_complex
         if form == "decode_add":
-            calls = [(1, 0, 1.0)]
+            calls = [(2, 0, 1.0)]
         else:
             ranks = RANKS[number % len(RANKS)], 3
             factors = [1.0, 1 / 3] if scales else [1.0]
@@ -188,17 +128,11 @@ def test_reductions_equal_torchs(form: str) -> None:
 
 def test_decode_multiplies() -> None:
     for dtype in (torch.float16, torch.float64, torch.complex64):
-        memory, values = Memory(dtype, [1025], 0), numbers(1025, dtype)
-        memory.put("payload", 0, values)
-        kernels(Exact(), dtype).run("decode", memory.rows, factor=0.3)
-        memory.check_bounds()
-        assert same(memory.got("values", 0), values * 0.3), dtype
-
-
-def test_integers_take_no_factor() -> None:
-    memory = Memory(torch.int32, [5], 0)
+        values = numbers(1025, dtype)
+        found = exact("sum", "decode", numbers(1025, dtype), payload=bits(values), factor=0.3)
+        assert same(found.values, values * 0.3), dtype
     with pytest.raises(AssertionError, match="int32"):
-        kernels(Exact(), torch.int32).run("decode", memory.rows, factor=0.5)
+        exact("sum", "decode", torch.zeros(5).int(), factor=0.5)
 
 
 def test_a_result_does_not_depend_on_its_position() -> None:
@@ -207,45 +141,20 @@ def test_a_result_does_not_depend_on_its_position() -> None:
         nans = torch.tensor([torch.nan, -torch.nan], dtype=dtype)
         pairs = [(0.0, -0.0), (-0.0, 0.0), (nans[0], 1.0), (1.0, nans[1]), (nans[1], nans[0])]
         for own, peer in pairs:
-            memory = Memory(dtype, [77], 1)
-            memory.put("values", 0, torch.full((77,), float(own), dtype=dtype))
-            memory.put(0, 0, torch.full((77,), float(peer), dtype=dtype))
-            made = kernels(Exact(op), dtype)
-            made.run("decode_sum", memory.rows, 2, 0, distances=memory.distances)
-            found = bits(memory.got("values", 0)).view(77, -1)
-            assert len(found.unique(dim=0)) == 1, (op, dtype, own, peer)
-            assert not memory.got("values", 0).signbit().any(), (op, dtype, own, peer)
+            values, other = (torch.full((77,), float(x), dtype=dtype) for x in (own, peer))
+            found = exact(op, "decode_sum", values, peers=[bits(other)]).values
+            assert len(bits(found).view(77, -1).unique(dim=0)) == 1, (op, dtype, own, peer)
+            assert not found.signbit().any(), (op, dtype, own, peer)
 
 
-def test_the_result_may_overwrite_a_payload() -> None:
-    """A collective stores results in the memory of contributions."""
-    memory = Memory(torch.int64, [1025], 2)
-    data = [numbers(1025, torch.int64) for _ in range(3)]
-    memory.put("values", 0, data[0])
-    for k in range(2):
-        memory.put(k, 0, data[k + 1])
-    second = memory.places[1] + memory.payload_at[0]
-    memory.rows["payload"] = memory.sources.data_ptr() + second
-    made = kernels(Exact(), torch.int64)
-    made.run("reduce_encode", memory.rows, 3, 0, distances=memory.distances)
-    expected = data[0] + data[1] + data[2]
-    assert torch.equal(memory.got("values", 0), expected)
-    assert torch.equal(memory.sources[second:][: expected.nbytes], bits(expected))
-
-
-@pytest.mark.parametrize("numel", [PIECE, 2 * PIECE + 5])
-def test_large_rows_are_reduced_piece_by_piece(numel: int) -> None:
-    memory = Memory(torch.float64, [numel], 2)
-    data = [numbers(numel, torch.float64) for _ in range(3)]
-    memory.put(0, 0, data[0])
-    memory.put("values", 0, data[1])
-    memory.put(1, 0, data[2])
-    made = kernels(Exact(), torch.float64)
-    made.run("reduce_encode", memory.rows, 3, 1, distances=memory.distances, factor=1 / 3)
-    memory.check_bounds()
-    expected = (data[0] + data[1] + data[2]) * (1 / 3)
-    assert same(memory.got("values", 0), expected)
-    assert same(memory.got("payload", 0), expected)
+def test_large_rows_are_reduced_piece_by_piece() -> None:
+    for numel in (PIECE, 2 * PIECE + 5):
+        data = [numbers(numel, torch.float64) for _ in range(3)]
+        peers = [bits(data[0]), bits(data[2])]
+        found = exact("sum", "reduce_encode", data[1], peers=peers, rank=1, factor=1 / 3)
+        expected = (data[0] + data[1] + data[2]) * (1 / 3)
+        assert same(found.values, expected)
+        assert torch.equal(found.payload, bits(found.values))
 
 
 def test_whole_tensors() -> None:
@@ -253,3 +162,128 @@ def test_whole_tensors() -> None:
     payload = encode(Exact(""), values)
     assert torch.equal(bits(decode(Exact(""), payload, 30, torch.complex128)), payload)
     assert torch.equal(payload, bits(values.reshape(-1)))
+
+
+def test_the_layout_is_the_values() -> None:
+    for dtype in ANY:
+        lay = layout(Exact(""), dtype)
+        assert (lay.block, lay.splittable, lay.variable) == (1024, True, False)
+        assert [lay.nbytes(n) for n in SIZES] == [n * dtype.itemsize for n in SIZES], dtype
+        assert lay.workspace_nbytes(np.array(SIZES), threads=3) == 0
+
+
+def test_dtypes_by_their_names_in_the_language() -> None:
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        assert layout(Exact(), name) == layout(Exact(), dtype)
+        assert fingerprint(Exact(), name) == fingerprint(Exact(), dtype)
+    with pytest.raises(ConfigError, match=r"'float64': use a torch\.dtype"):
+        layout(Exact(), "float64")
+
+
+UNDEFINED = [
+    ("sum", torch.bool, "op='sum' is not defined for bool"),
+    ("min", torch.complex64, "op='min' is not defined for complex64.*float64"),
+    ("max", torch.uint16, "op='max' is not defined for uint16.*uint8, int8"),
+    ("sum", torch.float8_e5m2, "op='sum' is not defined for float8_e5m2"),
+    ("", torch.qint8, "qint8 values mean nothing"),
+]
+
+
+def test_undefined_operations_are_refused() -> None:
+    for op, dtype, message in UNDEFINED:
+        for refusing in (layout, kernels, fingerprint):
+            with pytest.raises(ConfigError, match=message):
+                refusing(Exact(op), dtype)
+    for unknown in ("avg", "SUM", None, 3):
+        with pytest.raises(ConfigError, match=r"op=.* must be 'sum', 'min', 'max' or ''"):
+            Exact(unknown)
+
+
+def test_there_is_no_error_feedback_and_copies_are_not_reduced() -> None:
+    made = kernels(Exact(), torch.float32)
+    for form in FEEDBACK:
+        with pytest.raises(ConfigError, match="without error feedback"):
+            made.run(form, np.zeros(1, ROW))
+        with pytest.raises(ConfigError, match="without error feedback"):
+            kernels(Exact(), torch.float32, forms=[form])
+    for form in REDUCING:
+        with pytest.raises(ConfigError, match=f"'{form}' reduces: give it an op"):
+            kernels(Exact(""), torch.int32, forms=[form])
+
+
+def test_target_triton_needs_a_gpu() -> None:
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="target 'triton'"):
+        kernels(Exact(), torch.int32, "triton")
+
+
+def test_it_runs_without_a_compiler_and_on_target_triton() -> None:
+    """In a process where Triton interprets kernels, if it is installed."""
+    script = """if True:
+        import importlib.util, warnings
+        import torch
+        from gradwire.lang import Exact, decode, encode, kernels
+
+        warnings.simplefilter("error")
+        assert kernels(Exact("max"), torch.int64).target == "c"
+        warnings.resetwarnings()
+        for target in ["c", "triton"] if importlib.util.find_spec("triton") else ["c"]:
+            values = torch.arange(-500, 500)
+            payload = encode(Exact(), values, target=target)
+            found = decode(Exact(), payload, 1000, torch.int64, target=target)
+            assert torch.equal(found, values), target
+        print("done")
+    """
+    environment = {**os.environ, "GRADWIRE_CC": "no-such-compiler", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_fingerprints_differ() -> None:
+    kinds = [(Exact(op), dtype) for op, dtype in PAIRS] + [(Exact(""), dtype) for dtype in ANY]
+    assert len({fingerprint(codec, dtype) for codec, dtype in kinds}) == len(kinds)
+
+
+def test_a_partition_has_its_bytes() -> None:
+    specs = [
+        Spec(f"p{i}", numel, dtype, Exact(op), rotation=i)
+        for i, ((op, dtype), numel) in enumerate(
+            [
+                (("sum", torch.int64), 5000),
+                (("max", torch.bool), 1023),
+                (("min", torch.float64), 2049),
+                (("", torch.complex128), 1025),
+                (("sum", torch.uint8), 0),
+            ]
+        )
+    ]
+    sizes = [spec.dtype.itemsize for spec in specs]
+    for chunks in (1, 3):
+        cut = partition(specs, chunks)
+        assert [int(cut.numel[cut.item == i].sum()) for i in range(5)] == [s.numel for s in specs]
+        nbytes = cut.numel * np.array(sizes)[cut.item]
+        assert (cut.start % 1024 == 0).all()
+        whole = int((-(-nbytes // ALIGNMENT) * ALIGNMENT).sum())
+        assert sum(sum(of_segment) for of_segment in cut.sizes) == whole
+
+
+def test_it_is_its_own_plain_form() -> None:
+    """An uncompressed chunk needs the same operation."""
+    spec = Spec("p", 5000, torch.int32, Exact("max"))
+    cut = partition([spec], 2, plain=True)
+    assert cut.kinds == ((Exact("max"), torch.int32),)
+    assert cut.sizes[0][:2] == cut.sizes[0][2:]
+    assert int(cut.numel[cut.chunk >= 2].sum()) == 5000
+
+
+def test_it_is_not_a_public_codec() -> None:
+    for name in ("exact", "Exact"):
+        with pytest.raises(ConfigError, match="unknown codec"):
+            codecs.get(name)
+    assert not any(issubclass(made, Exact) for made, _ in codecs.REGISTRY.values())
+    assert all("xact" not in row["codec"] for row in codecs.listing())
+    assert not hasattr(codecs, "Exact")
+    assert not hasattr(gradwire, "Exact")

@@ -29,34 +29,28 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_each_step_is_its_product(way: str) -> None:
     for sides, cheap, residual in product_of(SIDES, [False, True], [True, False]):
-        each_step_is_its_product(way, sides, cheap, residual)
-
-
-def each_step_is_its_product(
-    way: str, sides: tuple[int, int, int], cheap: bool, residual: bool
-) -> None:
-    a = drawn(*sides, residual=residual)
-    before, kept = a.values.double(), 0.0 if a.residual is None else a.residual.double()
-    steps = WAYS[way]([a])
-    steps.left()
-    matrix = a.values.double()
-    near(a.values, before + kept)
-    scales = a.start.abs().amax(1)
-    assert ((scales >= 1) & (scales < 2)).all()
-    assert set((a.start / a.basis.mT).log2().frac().abs().unique().tolist()) == {0.0}
-    near(a.left, a.start.double() @ matrix.mT)
-    steps.columns(cheap)
-    near(a.left.double() @ a.left.double().mT, torch.eye(sides[2]).double())
-    steps.right()
-    near(a.own, a.left.double() @ matrix)
-    assert torch.equal(a.own, a.right)
-    a.right.mul_(0.5)  # as an average over ranks
-    assert steps.finish() == [True]
-    near(a.values, a.left.double().mT @ a.right.double())
-    assert torch.equal(a.basis, a.right.mT)
-    if a.residual is not None:
-        error = a.residual.double() - (matrix - a.left.double().mT @ a.own.double())
-        assert error.abs().max() <= 3e-6 * matrix.abs().max()
+        a = drawn(*sides, residual=residual)
+        before, kept = a.values.double(), 0.0 if a.residual is None else a.residual.double()
+        steps = WAYS[way]([a])
+        steps.left()
+        matrix = a.values.double()
+        near(a.values, before + kept)
+        scales = a.start.abs().amax(1)
+        assert ((scales >= 1) & (scales < 2)).all()
+        assert set((a.start / a.basis.mT).log2().frac().abs().unique().tolist()) == {0.0}
+        near(a.left, a.start.double() @ matrix.mT)
+        steps.columns(cheap)
+        near(a.left.double() @ a.left.double().mT, torch.eye(sides[2]).double())
+        steps.right()
+        near(a.own, a.left.double() @ matrix)
+        assert torch.equal(a.own, a.right)
+        a.right.mul_(0.5)  # as an average over ranks
+        assert steps.finish() == [True]
+        near(a.values, a.left.double().mT @ a.right.double())
+        assert torch.equal(a.basis, a.right.mT)
+        if a.residual is not None:
+            error = a.residual.double() - (matrix - a.left.double().mT @ a.own.double())
+            assert error.abs().max() <= 3e-6 * matrix.abs().max()
 
 
 def test_both_ways_have_the_same_columns_and_averages() -> None:
@@ -113,53 +107,43 @@ KINDS = ["drawn", "one column", "zeros", "nearly alike", "large", "tiny", "last 
 def test_columns_are_orthonormal_and_span_the_matrix(way: str) -> None:
     """Also for a matrix of less than full rank."""
     for kind, sides, cheap in product_of(KINDS, [(3, 3), (50, 4), (1000, 7)], [False, True]):
-        columns_are_orthonormal_and_span_the_matrix(kind, sides, cheap, way)
-
-
-def columns_are_orthonormal_and_span_the_matrix(
-    kind: str, sides: tuple[int, int], cheap: bool, way: str
-) -> None:
-    n, r = sides
-    a = drawn(n, 9, r)
-    matrix = torch.randn(r, n, generator=torch.Generator().manual_seed(n))
-    if kind == "one column":
-        matrix = matrix[:1] * torch.arange(1.0, r + 1)[:, None]
-    elif kind == "nearly alike":
-        matrix = matrix[:1] + 1e-6 * matrix
-    elif kind == "last is a sum":
-        matrix[-1] = matrix[:-1].sum(0)
-    matrix = matrix * {"zeros": 0.0, "large": 1e30, "tiny": 1e-30}.get(kind, 1.0)
-    a.left.copy_(matrix)
-    bad = drawn(n, 9, r)
-    bad.left.fill_(1.0)[0, 1] = torch.inf
-    WAYS[way]([bad, a]).columns(cheap)
-    assert bad.left.isnan().all()
-    q = a.left.double()
-    torch.testing.assert_close(q @ q.T, torch.eye(r).double(), rtol=0, atol=1e-5)
-    rest = matrix.double() - matrix.double() @ q.T @ q
-    assert rest.norm() <= 1e-6 * matrix.double().norm()
+        n, r = sides
+        a = drawn(n, 9, r)
+        matrix = torch.randn(r, n, generator=torch.Generator().manual_seed(n))
+        if kind == "one column":
+            matrix = matrix[:1] * torch.arange(1.0, r + 1)[:, None]
+        elif kind == "nearly alike":
+            matrix = matrix[:1] + 1e-6 * matrix
+        elif kind == "last is a sum":
+            matrix[-1] = matrix[:-1].sum(0)
+        matrix = matrix * {"zeros": 0.0, "large": 1e30, "tiny": 1e-30}.get(kind, 1.0)
+        a.left.copy_(matrix)
+        bad = drawn(n, 9, r)
+        bad.left.fill_(1.0)[0, 1] = torch.inf
+        WAYS[way]([bad, a]).columns(cheap)
+        assert bad.left.isnan().all()
+        q = a.left.double()
+        torch.testing.assert_close(q @ q.T, torch.eye(r).double(), rtol=0, atol=1e-5)
+        rest = matrix.double() - matrix.double() @ q.T @ q
+        assert rest.norm() <= 1e-6 * matrix.double().norm()
 
 
 def test_an_average_that_is_not_finite_changes_no_state() -> None:
     """A bound above what fp32 holds counts as not finite."""
     for way, bad in product_of(WAYS, [torch.inf, torch.nan, 3e38]):
-        a_bad_average_changes_no_state(way, bad)
-
-
-def a_bad_average_changes_no_state(way: str, bad: float) -> None:
-    a, fine = drawn(12, 20, 2), drawn(12, 20, 2)
-    steps = WAYS[way]([a, fine])
-    steps.left()
-    steps.columns(False)
-    steps.right()
-    assert a.residual is not None
-    residual, basis = a.residual.clone(), a.basis.clone()
-    a.right[1, 3] = bad
-    assert steps.finish() == [False, True]
-    assert a.values.isnan().all()
-    assert fine.values.isfinite().all()
-    assert torch.equal(a.residual, residual)
-    assert torch.equal(a.basis, basis)
+        a, fine = drawn(12, 20, 2), drawn(12, 20, 2)
+        steps = WAYS[way]([a, fine])
+        steps.left()
+        steps.columns(False)
+        steps.right()
+        assert a.residual is not None
+        residual, basis = a.residual.clone(), a.basis.clone()
+        a.right[1, 3] = bad
+        assert steps.finish() == [False, True]
+        assert a.values.isnan().all()
+        assert fine.values.isfinite().all()
+        assert torch.equal(a.residual, residual)
+        assert torch.equal(a.basis, basis)
 
 
 def test_the_scale_of_the_basis_changes_nothing() -> None:

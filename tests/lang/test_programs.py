@@ -181,14 +181,6 @@ def test_targets_agree(begun: tuple[tuple[Codec, torch.dtype], int], form: str) 
     assert not faults, "\n".join(faults)
 
 
-def test_sweeps_are_cut_at_tensor_reductions() -> None:
-    programs = forms.derive(Sweeps(), "fp32").programs
-    assert [len(passes.lower(programs[form])) for form in ("encode", "decode")] == [3, 1]
-    completes = [s.completes for s in passes.lower(programs["encode"])]
-    assert completes == [((0, "max"),), ((1, "sum"),), ()]
-    assert not layout(Sweeps()).splittable
-
-
 def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None:
     (sweep,) = passes.lower(forms.derive(Stages(), "fp32").programs["encode"])
     loops = [s for s in sweep.steps if isinstance(s, Loop)]

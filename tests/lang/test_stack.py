@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from codec_calls import SUMS, call, differing, fixed
+from codec_calls import differing, fixed
 from gradwire.codecs import (
     DGC,
     QSGD,
@@ -85,44 +81,6 @@ LARGEST = ("encode_ef", "decode_sum", "reduce_encode_ef")  # the other forms are
 SMALL: list[Codec] = [OneBit(block=None), DGC(), AdaComp()]
 
 
-def in_a_small_stack(body: Callable[[], None]) -> None:
-    """Run `body` in a thread with STACK bytes of stack."""
-    errors: list[BaseException] = []
-
-    def caught() -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    before = threading.stack_size(STACK)
-    try:
-        thread = threading.Thread(target=caught)
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def run(codecs: list[Codec]) -> None:
-    """Run in a separate process, since OpenMP reads OMP_STACKSIZE when it is loaded."""
-    for codec in codecs:
-        kernels(codec, forms=FORMS)  # compile with a large stack
-
-        def calls(codec: Codec = codec) -> None:
-            for form in FORMS:
-                numel = 2 * layout(codec).block + 100
-                values = torch.ones(numel)
-                peer = call(codec, "encode", values, threads=2).payload
-                peers = [peer] * (form in SUMS)
-                call(codec, form, values, payload=peer, peers=peers, threads=2)
-
-        in_a_small_stack(calls)
-    print("done")
-
-
 @pytest.mark.parametrize("codec", one_in(2, CODECS), ids=repr)
 def test_large_blocks_leave_the_same_bytes(codec: Codec, pytestconfig: pytest.Config) -> None:
     given = [fixed(2 * layout(codec).block + 100)]
@@ -131,21 +89,6 @@ def test_large_blocks_leave_the_same_bytes(codec: Codec, pytestconfig: pytest.Co
     if forms is FORMS:
         faults += differing(codec, forms, given)
     assert not faults, "\n".join(faults)
-
-
-@EXHAUSTIVE
-def test_small_stacks_of_callers_and_of_openmp() -> None:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(str(root / folder) for folder in ("src", "tests", "tests/lang"))
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_stack; test_stack.run(test_stack.CODECS)"],
-        env=os.environ | {"OMP_STACKSIZE": f"{STACK}B", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout == "done\n", (done.returncode, done.stderr)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton_checks
@@ -24,7 +23,7 @@ from codec_calls import CODECS, DTYPES, WIDTHS
 from gradwire import codecs
 from gradwire.codecs import QSGD, Codec, GradDrop, HardThreshold, Identity, LowRank
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
+from gradwire.lang import encode, ir, kernels, layout, show
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import abs, concat, map, reduce, uint
@@ -176,14 +175,3 @@ def test_the_source_can_be_shown() -> None:
     assert "def reduce_encode_ef_0(" in text
     compile(text, "shown", "exec")
     assert show(LowRank(), "triton").startswith("# no Triton")
-
-
-@EXHAUSTIVE
-def test_rows_are_divided_into_tiles() -> None:
-    lay = layout(QSGD())  # blocks of 128 values, 32 per tile
-    rows = np.zeros(4, ROW)
-    rows["numel"] = [4096 * 2, 0, 4096 + 130, 1]
-    divided = tiles.divide(rows, lay)
-    assert divided.table[:, tiles.COLUMN["tiles"]].tolist() == [0, 2, 2, 5]
-    assert (divided.number, divided.blocks) == (6, 65)
-    assert tiles.divide(rows[:0], lay).number == 0

@@ -129,16 +129,6 @@ def test_kernels_stay_in_their_workspace(interpreting: ProcessPoolExecutor, code
     assert interpreting.submit(triton_checks.strays, codec, [0, 170]).result() == []
 
 
-def test_columns_have_the_same_indices_everywhere() -> None:
-    from gradwire.lang.emit import triton_prelude
-
-    names = {"SIZES" if n == "size0" else n.upper(): at for n, at in tiles.COLUMN.items()}
-    for name, at in names.items():
-        if not name.startswith("SIZE") or name == "SIZES":
-            assert getattr(triton_prelude, name).value == at, name
-    assert triton_prelude.COLUMNS.value == max(tiles.COLUMN.values()) + 1
-
-
 @EXHAUSTIVE
 def test_the_table_agrees_with_the_layout() -> None:
     """Offsets in a payload and capacities, for all rows at once."""

@@ -38,9 +38,12 @@ def plain(**fields: Any) -> Any:
     return next(iter(fields.values())) * 1.0
 
 
-def make(encode: Callable[..., Any], decode: Callable[..., Any] = plain) -> Codec:
+def make(
+    encode: Callable[..., Any], decode: Callable[..., Any] = plain, **more: Callable[..., Any]
+) -> Codec:
     """A codec of these functions."""
-    methods = {"encode": staticmethod(encode), "decode": staticmethod(decode)}
+    given = {"encode": encode, "decode": decode, **more}
+    methods = {name: staticmethod(function) for name, function in given.items()}
     return dataclass(frozen=True)(type("Broken", (Codec,), methods))()
 
 
@@ -274,15 +277,10 @@ def test_operators_work_inside_codecs_only() -> None:
 
 
 def test_map_takes_constants_and_several_values() -> None:
-    @dataclass(frozen=True)
-    class Twice(Codec):
-        def encode(self, g: Any) -> Any:
-            return concat(a=map(lambda x, y: x + y, g, g))
-
-        def decode(self, a: Any) -> Any:
-            return map(lambda x: x * 0.5, a)
-
-    assert layout(Twice()).nbytes(10) == 40
+    twice = make(
+        lambda g: concat(a=map(lambda x, y: x + y, g, g)), lambda a: map(lambda x: x * 0.5, a)
+    )
+    assert layout(twice).nbytes(10) == 40
 
 
 def test_a_field_cannot_have_the_name_of_the_codec() -> None:
@@ -299,71 +297,49 @@ def test_a_field_cannot_have_the_name_of_the_codec() -> None:
 
 
 def test_encode_sum_must_agree_with_encode() -> None:
-    @dataclass(frozen=True)
-    class Blocks(Codec):
-        def encode(self, g: Any) -> Any:
-            return concat(low=reduce(min, g.blocks(64)), code=uint(1, g))
-
-        def encode_sum(self, g: Any) -> Any:
-            return concat(low=reduce(min, g.blocks(128)), code=uint(1, g))
-
-        def decode(self, low: Any, code: Any) -> Any:
-            return low + code
+    def of(block: int) -> Callable[..., Any]:
+        return lambda g: concat(low=reduce(min, g.blocks(block)), code=uint(1, g))
 
     with pytest.raises(LanguageError, match="blocks of the same size"):
-        layout(Blocks())
+        layout(make(of(64), lambda low, code: low + code, encode_sum=of(128)))
 
 
 def test_all_traces_share_one_table() -> None:
-    @dataclass(frozen=True)
-    class Once(Codec):
-        def encode(self, g: Any) -> Any:
-            return concat(value=fp32(g * table([1.0, 2.0, 3.0])[2]))
-
-        def encode_sum(self, g: Any) -> Any:
-            return concat(value=fp32(g))
-
-        def decode(self, value: Any) -> Any:
-            return map(lambda v: v, value)
-
+    once = make(
+        lambda g: concat(value=fp32(g * table([1.0, 2.0, 3.0])[2])),
+        lambda value: map(lambda v: v, value),
+        encode_sum=lambda g: concat(value=fp32(g)),
+    )
     for target in ("eager", "c"):
-        assert (
-            encode(Once(), torch.ones(3), target=target).view(torch.float32).tolist() == [3.0] * 3
-        )
+        sent = encode(once, torch.ones(3), target=target)
+        assert sent.view(torch.float32).tolist() == [3.0] * 3
 
 
 def test_equal_nodes_of_another_codec_are_not_blamed() -> None:
     layout(TopK())
 
-    @dataclass(frozen=True)
-    class Swapped(Codec):
-        def encode(self, g: Any) -> Any:
-            chosen = topk(ops.abs(g), share(0.01))
-            return concat(value=fp16(gather(g, chosen)), chosen=chosen)
-
-        def decode(self, value: Any, chosen: Any) -> Any:
-            return scatter(value, chosen)
+    def swapped(g: Any) -> Any:
+        chosen = topk(ops.abs(g), share(0.01))
+        return concat(value=fp16(gather(g, chosen)), chosen=chosen)
 
     with pytest.raises(LanguageError) as caught:
-        layout(Swapped())
+        layout(make(swapped, lambda value, chosen: scatter(value * 1.0, chosen)))
     assert caught.value.location.startswith(__file__)
 
 
 def test_a_condition_of_a_block_applies_to_its_entries() -> None:
-    @dataclass(frozen=True)
-    class Signed(Codec):
-        def encode(self, g: Any) -> Any:
-            chosen = topk(ops.abs(g), share(0.1))
-            scale = fp32(reduce(max, g.blocks(64)))
-            return concat(scale=scale, chosen=chosen, sign=uint(1, gather(g > 0.0, chosen)))
+    def signed(g: Any) -> Any:
+        chosen = topk(ops.abs(g), share(0.1))
+        scale = fp32(reduce(max, g.blocks(64)))
+        return concat(scale=scale, chosen=chosen, sign=uint(1, gather(g > 0.0, chosen)))
 
-        def decode(self, scale: Any, chosen: Any, sign: Any) -> Any:
-            return scatter(where((scale > 0.0) & (sign > 0.0), scale, -scale), chosen)
+    def decoded(scale: Any, chosen: Any, sign: Any) -> Any:
+        return scatter(where((scale > 0.0) & (sign > 0.0), scale, -scale), chosen)
 
-    values = torch.randn(500)
-    payloads = [encode(Signed(), values, target=t) for t in ("eager", "c")]
+    codec, values = make(signed, decoded), torch.randn(500)
+    payloads = [encode(codec, values, target=t) for t in ("eager", "c")]
     assert torch.equal(*payloads)
-    assert torch.equal(*(decode(Signed(), payloads[0], 500, target=t) for t in ("eager", "c")))
+    assert torch.equal(*(decode(codec, payloads[0], 500, target=t) for t in ("eager", "c")))
 
 
 def test_a_name_or_a_class_is_not_a_codec() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ends import End, ends, finished, raised
+from ends import End, ended, ends, finished
 from ranks import all_pass
 from training import batch, flat, gradients, mlp, same_everywhere
 
@@ -78,12 +78,7 @@ def raises_in_backward(rank: int, where: str, modules: int, coalesce: int) -> En
     outputs = [model(batch(4)) for model in models]
     if rank == 1:
         in_backward(outputs[0] if where == "at its start" else models[0].module[2].weight, fail)
-    try:
-        sum(output.square().mean() for output in outputs).backward()
-        end = End("finished")
-    except Exception as error:
-        end = raised(error)
-    return end
+    return ended(sum(output.square().mean() for output in outputs).backward)
 
 
 @pytest.mark.usefixtures("shm")
@@ -114,11 +109,8 @@ def an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
 
     output = model(batch(2))
     in_backward(output, fail)
-    try:
+    with pytest.raises(ValueError, match="a bad batch"):
         output.square().mean().backward()
-    except ValueError:
-        return
-    raise AssertionError("nothing was raised")
 
 
 # ---- detach inside backward

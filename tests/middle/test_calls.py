@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from ends import End, ends, finished, raised
+from ends import End, ended, ends, finished
 from products import one_in
 from ranks import all_pass
 from stress.worlds import of_transport
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.multiprocess
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
 LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
 NAMED = ("TransportError", "ConfigError", "CodecError")
-
-
-def caught(action: Callable[[], Any]) -> End:
-    """How an action ends."""
-    try:
-        return End(action())
-    except Exception as error:
-        return raised(error)
 
 
 # ---- another order of calls on one rank
@@ -77,7 +69,7 @@ def other_calls(rank: int) -> dict[str, End]:
                     if future is not None:
                         future.wait()
 
-            found[f"{case}, {'async' if asynchronous else 'waiting'}"] = caught(act)
+            found[f"{case}, {'async' if asynchronous else 'waiting'}"] = ended(act)
             dist.barrier()
     return found
 
@@ -110,7 +102,7 @@ def destroyed(rank: int, own: bool) -> End | None:
         return None
     found: list[End] = []
     waiting = threading.Thread(
-        target=lambda: found.append(caught(lambda: reduces(4096, group=group, step=7)))
+        target=lambda: found.append(ended(lambda: reduces(4096, group=group, step=7)))
     )
     waiting.start()
     if rank == 0:
@@ -154,7 +146,7 @@ def a_group_after_one_that_failed(rank: int) -> None:
     group = dist.new_group(timeout=LIMIT)
     reduces(100, group=group)
     function, numel = (gathers, 400) if rank == 1 else (reduces, 300)
-    got = caught(lambda: function(numel, group=group, step=1))
+    got = ended(lambda: function(numel, group=group, step=1))
     assert got.error in NAMED, str(got)
     dist.destroy_process_group(group)
     fresh = dist.new_group(timeout=LIMIT)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import product
 
 import pytest
@@ -21,6 +21,7 @@ from stress.running import Chained
 from stress.scopes import of_processes
 from stress.worlds import of_transport
 from training import mlp
+from transport.shm_ends import at_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -157,28 +158,16 @@ def a_bucket_and_a_call_change_places(rank: int) -> None:
 def threads_call_on_two_groups(rank: int) -> None:
     """Calls of two threads on two groups, each in order."""
     groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
-    errors: list[BaseException] = []
     size = dist.get_world_size()
 
-    def expected(step: int) -> float:
-        return size * step + size * (size - 1) / 2
-
     def body(at: int) -> None:
-        try:
-            for step in range(30):
-                values = torch.full((100 + 50 * at,), float(rank + step))
-                gw.all_reduce(values, "identity", group=groups[at], step=step)
-                assert torch.equal(values, torch.full_like(values, expected(step)))
-        except BaseException as error:
-            errors.append(error)
+        for step in range(30):
+            values = torch.full((100 + 50 * at,), float(rank + step))
+            gw.all_reduce(values, "identity", group=groups[at], step=step)
+            expected = size * step + size * (size - 1) / 2
+            assert torch.equal(values, torch.full_like(values, expected))
 
-    threads = [threading.Thread(target=body, args=(at,)) for at in range(2)]
-    for thread in threads if rank == 0 else threads[::-1]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    at_once(*(partial(body, at) for at in ((0, 1) if rank == 0 else (1, 0))))
 
 
 @pytest.mark.parametrize(("ranks", "shm"), one_in(4, product([3, 2], [False, True])))

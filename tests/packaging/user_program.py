@@ -1,5 +1,5 @@
 """A user's program. It is not run: `make types` checks it against the source, where an ignored
-error that does not occur is one; test_user_types.py against the wheel.
+error that does not occur is one; test_wheel.py against the wheel.
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ Each rank issues the actions of a step in an order of its own (`Program.order`),
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+TIMES = int(os.environ.get("GRADWIRE_STRESS", "1"))  # so many seeds and steps as usual
 EPOCH = 25
 MOST_BUCKETS = 8
 CODECS = ("qsgd", "qsgd2", "terngrad", "topk", "onebit", "identity", "fp16")

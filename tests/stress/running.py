@@ -135,9 +135,9 @@ class Runner:
         self._members: dict[tuple[int, Parameter], Attached] = {}
         self._later: list[tuple[tuple[int, int], Callable[[], Left]]] = []
 
-    def run(self, first: int, last: int) -> dict[tuple[int, int], str]:
-        """Run steps [first, last); raises a collective's error."""
-        for number in range(first, last):
+    def run(self, steps: int) -> dict[tuple[int, int], str]:
+        """Raises a collective's error."""
+        for number in range(steps):
             self.step(number)
         self._collect(self._later)
         return self.found

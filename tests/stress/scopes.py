@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire import Options, groups
-from gradwire.aggregators import Attached, Rounds
-from gradwire.engine import Communicator, Outcome
+from averaging import started
+from gradwire import groups
+from gradwire.aggregators import Attached
+from gradwire.engine import Communicator
 from gradwire.transport import Transport
 
 
@@ -30,18 +31,9 @@ class Scopes:
 
     def start(
         self, owner: Any, members: Sequence[Attached], gradients: Sequence[torch.Tensor]
-    ) -> Future[None]:
+    ) -> Future[Any]:
         """Start a scope; the future completes when the gradients are averages, or with an error."""
-        ended: Future[None] = Future()
-
-        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
-            if error is None:
-                ended.set_result(None)
-            else:
-                ended.set_exception(error)
-
-        Rounds(owner, members, gradients, Options(), done).start()
-        return ended
+        return started(owner, members, gradients)
 
     def abandon(self, error: BaseException) -> None:
         """This rank has raised, and will start no more scopes."""

@@ -9,16 +9,10 @@ Every rank asks for the same updates in the same order, each at a step of its ow
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import statistics
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,8 +58,6 @@ class Run:
     Attributes:
         updates: how many are requested, spread over the steps.
         dies: the rank that dies, at step `at`; None: none.
-        delayed: whether steps and sends are late at random.
-        width: of the model's layers.
     """
 
     seed: int
@@ -74,8 +66,6 @@ class Run:
     updates: int
     dies: int | None = None
     at: int = 0
-    delayed: bool = True
-    width: int = 64
 
     @staticmethod
     def of(seed: int, ranks: int, steps: int, updates: int, kills: bool = False) -> Run:
@@ -105,36 +95,31 @@ class Report:
 
     Attributes:
         versions: in force, pass by pass.
-        seconds: of each step's backward.
         bits: digest of the parameters at the end.
         resumed: digests after the same state was loaded twice and trained on.
     """
 
     versions: list[int]
-    seconds: list[float]
     bits: str
     resumed: list[str]
 
 
-def model_of(width: int) -> DDP:
+def made() -> DDP:
     torch.manual_seed(0)
-    layers = [nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-    return DDP(nn.Sequential(*layers, nn.Linear(width, 8)), bucket_cap_mb=0.01)
+    layers = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)]
+    return DDP(nn.Sequential(*layers), bucket_cap_mb=0.01)
 
 
-def train(model: DDP, number: int) -> float:
-    """One step; the seconds of its backward."""
+def train(model: DDP, number: int) -> None:
+    """One step."""
     made = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     loss = model(torch.randn(8, 32, generator=made)).square().mean()
     for p in model.parameters():
         p.grad = None
-    begun = time.perf_counter()
     loss.backward()
-    seconds = time.perf_counter() - begun
     with torch.no_grad():
         for p in model.parameters():
             p -= 0.02 * p.grad
-    return seconds
 
 
 def digest(model: DDP) -> str:
@@ -145,29 +130,28 @@ def digest(model: DDP) -> str:
 
 def body(rank: int, run: Run) -> Report:
     draw = random.Random(f"delays {run.seed} {rank}")
-    if run.delayed:
-        slow_groups(f"{run.seed} {rank}", sends=0.01)
-    model = model_of(run.width)
+    slow_groups(f"{run.seed} {rank}", sends=0.01)
+    model = made()
     handle = gw.attach(model, bits=4, coalesce_bytes=0)
     changes, asked = run.changes(), run.asked(rank)
-    versions, seconds = [], []
+    versions = []
     for number in range(run.steps):
         if (rank, number) == (run.dies, run.at):
             os._exit(1)
         for update in asked.get(number, ()):
             handle.update(**changes[update])
-        if run.delayed and draw.random() < 0.1:
+        if draw.random() < 0.1:
             time.sleep(draw.uniform(0, 0.02))
-        seconds.append(train(model, number))
+        train(model, number)
         versions.append(handle.plan.version)
     number = run.steps
     while handle.plan.version < run.updates:  # alike on all ranks, pass by pass
-        seconds.append(train(model, number))
+        train(model, number)
         versions.append(handle.plan.version)
         number += 1
         time.sleep(0.01)
     bits = digest(model)
-    return Report(versions, seconds, bits, [resumed(model, handle, number) for _ in range(2)])
+    return Report(versions, bits, [resumed(model, handle, number) for _ in range(2)])
 
 
 def resumed(model: DDP, handle: gw.Handle, number: int) -> str:
@@ -213,52 +197,3 @@ def wrong(run: Run, found: list[End]) -> str | None:
     if len(resumed) > 1:
         return f"a resumed run has other bits: {[r.resumed for r in reports]}"
     return None
-
-
-def slowest(report: Report) -> dict[str, float]:
-    """Seconds of the slowest step that began with another plan than the one before, of the slowest
-    of as many others (the expected one, were they drawn), and of the median step; the first steps,
-    in which DDP makes its buckets, are left out."""
-    pairs = list(zip(report.versions, report.seconds, strict=True))[5:]
-    switched = [s for (a, _), (b, s) in pairwise(pairs) if a != b]
-    others = sorted(s for (a, _), (b, s) in pairwise(pairs) if a == b)
-    if not switched or not others:
-        return {}
-    return {
-        "switched_step": max(switched),
-        "other_step": others[-max(1, len(others) // len(switched))],
-        "median_switched_step": statistics.median(switched),
-        "median_step": statistics.median(s for _, s in pairs),
-    }
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m stress.switches", description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", default="2,3,5")
-    parser.add_argument("--width", type=int, default=64, help="of the model's layers")
-    parser.add_argument("--quiet", action="store_true", help="no delays, so that steps have a time")
-    parser.add_argument("--kill", action="store_true", help="a rank dies in the second half")
-    given = parser.parse_args(arguments)
-    failed = 0
-    for number, ranks in enumerate(map(int, given.ranks.split(","))):
-        run = Run.of(given.seed, ranks, given.steps, given.updates, given.kill)
-        run = replace(run, delayed=not given.quiet, width=given.width)
-        begun = time.monotonic()
-        found = found_of(run, shm=number % 2 == 0)
-        said = wrong(run, found)
-        row: dict[str, Any] = {"ranks": ranks, "seed": given.seed, "steps": given.steps}
-        row |= {"wrong": said, "seconds": time.monotonic() - begun, "dies": run.dies}
-        reports = [end.value for end in found if end.value is not None]
-        if reports:
-            row["switches"] = len(set(reports[0].versions)) - 1
-            row |= slowest(reports[0])
-        print(json.dumps(row), flush=True)
-        failed += said is not None
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ import pytest
 
 from products import EXHAUSTIVE
 from stress.faults import BOUND_S, BY_PROCESSES, BY_THREADS, SOON_S, kinds, run
-from stress.programs import Program
+from stress.programs import TIMES, Program
 
 RANKS = (2, 3, 5)
 
@@ -32,7 +32,9 @@ def in_processes(
     ]
 
 
-@pytest.mark.parametrize("seed", [10, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(11, 20))])
+@pytest.mark.parametrize(
+    "seed", [10, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(11, 20 * TIMES))]
+)
 def test_threads(seed: int) -> None:
     assert not any(wrong := in_threads(seed, seed, BOUND_S)), wrong
 

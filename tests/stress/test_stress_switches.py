@@ -1,4 +1,4 @@
-"""A sample of the random switches; `python -m stress.switches` runs them for longer."""
+"""Random switches of plans; GRADWIRE_STRESS=N multiplies the seeds of an exhaustive run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 
 from products import EXHAUSTIVE, one_in
 from stress import switches
+from stress.programs import TIMES
 from stress.switches import Run
 
 pytestmark = pytest.mark.multiprocess
 
 
 seeds = pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6))]
+    "seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6 * TIMES))]
 )
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ends import ends
 from fifo import FifoHub
 from gradwire.transport import Hub
+from ranks import as_processes
 from stress.programs import Program
 from stress.running import Found, RankContext, Runner
 from stress.scopes import Scopes, of_processes, of_threads
 from stress.slow import Delays, Slow, slow_groups
+from transport.shm_ends import at_once
 
-TRANSPORTS = ("threads", "fifo", "gloo", "shm")
 TIMEOUT_S = 60.0  # of the transports
 
 
@@ -63,66 +62,35 @@ class Threads:
             self.contexts.append(RankContext(rank, scopes, [s and s.comm for s in scopes]))
 
     def run(self, body: Callable[[RankContext], Any], deadline: float) -> list[Any]:
-        """Run `body` on all ranks concurrently; returns results or errors.
-
-        Raises:
-            TimeoutError: ranks that have not ended within `deadline` seconds.
-        """
-        ended: list[Any] = [None] * self.program.ranks
-
-        def run(ctx: RankContext) -> None:
-            try:
-                ended[ctx.rank] = body(ctx)
-            except BaseException as error:
-                ended[ctx.rank] = error
-
-        threads = [threading.Thread(target=run, args=(s,), daemon=True) for s in self.contexts]
-        end = time.monotonic() + deadline
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(end - time.monotonic(), 0))
-        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        for ctx in self.contexts:
-            for scopes in ctx.scopes:
-                if scopes is not None:
-                    scopes.close()
-        if hung:
-            raise TimeoutError(f"ranks {hung} hang; the others: {ended}")
-        return ended
+        """Run `body` on all ranks concurrently; returns their results, or raises the first error;
+        ranks that have not ended within `deadline` seconds are one."""
+        try:
+            return at_once(*(partial(body, ctx) for ctx in self.contexts), seconds=deadline)
+        finally:
+            for ctx in self.contexts:
+                for scopes in ctx.scopes:
+                    if scopes is not None:
+                        scopes.close()
 
     def runner(self, ctx: RankContext, **how: Any) -> Runner:
         delays = self.delays[ctx.rank]
         return Runner(self.program, ctx, in_order=self.fifo, delays=delays, **how)
 
 
-def serially(program: Program, first: int, last: int, deadline: float = 300.0) -> list[Found]:
-    """Each rank's results of a serial execution of steps [first, last)."""
+def deadline(steps: int) -> float:
+    return 100.0 + 2 * steps
+
+
+def serially(program: Program, steps: int) -> list[Found]:
+    """Each rank's results of a serial execution."""
     world = Threads(program, delayed=False)
-    ended = world.run(lambda ctx: Runner(program, ctx, serial=True).run(first, last), deadline)
-    return _without_errors(ended)
+    return world.run(lambda ctx: Runner(program, ctx, serial=True).run(steps), deadline(steps))
 
 
-def by_threads(
-    program: Program, first: int, last: int, fifo: bool = False, deadline: float = 300.0
-) -> list[Found]:
-    """Each rank's results of a concurrent execution, with delays.
-
-    Raises:
-        RuntimeError: a rank ended with an error.
-        TimeoutError: ranks hang.
-    """
+def by_threads(program: Program, steps: int, fifo: bool = False) -> list[Found]:
+    """Each rank's results of a concurrent execution, with delays."""
     world = Threads(program, fifo)
-    ended = world.run(lambda ctx: world.runner(ctx).run(first, last), deadline)
-    return _without_errors(ended)
-
-
-def _without_errors(ended: Sequence[Any]) -> list[Found]:
-    errors = {rank: end for rank, end in enumerate(ended) if isinstance(end, BaseException)}
-    if errors:
-        text = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in errors.items())
-        raise RuntimeError(text)
-    return list(ended)
+    return world.run(lambda ctx: world.runner(ctx).run(steps), deadline(steps))
 
 
 # ---- processes
@@ -137,28 +105,19 @@ def process_context(program: Program, timeout: float = TIMEOUT_S) -> RankContext
     return RankContext(dist.get_rank(), [g and of_processes(g) for g in chosen], chosen)
 
 
-def _run(rank: int, seed: int, first: int, last: int) -> Found:
+def _run(rank: int, seed: int, steps: int) -> Found:
     program = Program.of(seed, dist.get_world_size())
     delays = slow_groups(f"{seed} {rank}")
-    return Runner(program, process_context(program), delays=delays).run(first, last)
+    return Runner(program, process_context(program), delays=delays).run(steps)
 
 
-def by_processes(
-    program: Program, first: int, last: int, shm: bool, deadline: float = 300.0
-) -> list[Found]:
-    """Each rank's results of a concurrent execution, with delays, over gloo or shared memory.
-
-    Raises:
-        RuntimeError: a rank ended with an error, died or hangs.
-    """
-    found = ends(
-        program.ranks, _run, program.seed, first, last,
-        timeout=TIMEOUT_S, deadline=deadline, environment=of_transport(shm),
+def by_processes(program: Program, steps: int, shm: bool) -> list[Found]:
+    """Each rank's results of a concurrent execution, with delays, over gloo or shared memory."""
+    found: list[Found] = as_processes(
+        program.ranks, _run, program.seed, steps,
+        timeout=TIMEOUT_S, deadline=deadline(steps), environment=of_transport(shm),
     )  # fmt: skip
-    wrong = [f"rank {rank}: {end}" for rank, end in enumerate(found) if end.error]
-    if wrong:
-        raise RuntimeError("; ".join(wrong))
-    return [end.value for end in found]
+    return found
 
 
 def of_transport(shm: bool) -> dict[str, str]:
