@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.auto import Auto, costs
-from gradwire.planner.links import SECONDS, Links, exchanged, measure_links
+from gradwire.planner.links import SECONDS, Links, measure_links
 from gradwire_tools.sim.curves import Curve
 
 
@@ -74,25 +75,20 @@ def probe(
         raise
     comm.agree("the call of gw.probe", [told])
     links = measure_links(comm, seconds)
-    told = ""
+    mine: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            told = json.dumps({"kernels": costs(wanted).codecs})
+            mine = {"kernels": costs(wanted).codecs}
         except Exception as error:  # other ranks wait for it
-            told = json.dumps({"failed": f"rank 0 cannot measure kernels: {error}"})
-    machines: Sequence[int] = (0,)
-    if comm.world_size > 1:
-        owner = comm.owner("probe")
-        told = exchanged(comm, f"{owner.key}/kernels", told)[0]
-        comm.close_owner(owner)
-        machines = comm.topology.machines
-    found = json.loads(told)
+            mine = {"failed": f"rank 0 cannot measure kernels: {error}"}
+    found = ranks_of([comm], "probe", breaks=False).tell("kernels", mine).result()[0]
     if "failed" in found:
         raise ConfigError(found["failed"])
     kernels = {
         codec: {k: tuple(c) for k, c in of.items()} for codec, of in found["kernels"].items()
     }
-    return Probe(links, tuple(machines), kernels)
+    machines = comm.topology.machines if comm.world_size > 1 else (0,)
+    return Probe(links, machines, kernels)
 
 
 def _rate(beta: float) -> str:
