@@ -88,8 +88,8 @@ def test_a_difference_does_not_wait_for_the_last_rank() -> None:
         early = [members[r].agree("plan", "the plan", [LINES, OTHER][r]) for r in (0, 1)]
         for future in early:
             assert isinstance(future.exception(60), ConfigError)
-        part = members[2]._part
-        until(lambda: part.settled and "plan" in part._settled.agreements._differing)
+        last: Any = members[2]
+        until(lambda: last.settled and "plan" in last._meetings._differing)
         late = members[2].agree("plan", "the plan", LINES)
         assert "rank 2 has 'parameter 1: identity', rank 1 has" in str(late.exception(60))
 
@@ -101,7 +101,7 @@ def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
     describes = threading.Event()
 
     def before(key: str) -> None:
-        if "descriptions/" in key:
+        if key.endswith("meetings/plan/0"):
             describes.set()
             goes_on.wait(60)
 
@@ -111,10 +111,9 @@ def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
         for future in [m.exchange("e", b"") for m in members]:
             future.result(60)
         futures = [members[0].agree("plan", "the plan", OTHER)]
-        until(lambda: "plan" in members[0]._part._settled.agreements._open)
         assert describes.wait(60)
         futures += [members[r].agree("plan", "the plan", LINES) for r in (1, 2)]
-        until(lambda: all(m._part._settled.news._counted >= 3 for m in members[1:]))
+        until(lambda: all(m._news._counted >= 3 for m in members[1:]))
         assert not any(future.done() for future in futures[1:])
         goes_on.set()
         for rank in (1, 2):
@@ -261,16 +260,14 @@ def test_what_all_have_reached_ends_though_the_last_dies_before_it_says_so() -> 
     with group(2) as members:
         ready = [member.exchange("ready", b"") for member in members]
         assert [future.result(60) for future in ready] == [[b"", b""]] * 2
-        first, last = (member._part for member in members)
-        assert first._settled is not None
-        assert last._settled is not None
-        assert first.processes is not None
+        first: Any = members[0]
+        last: Any = members[1]
         exchanged, agreed = members[0].exchange("e", b"a"), members[0].agree("p", "the plan", LINES)
-        until(lambda: bool(first._settled and first._settled.agreements.pending))
-        last._settled.exchanges._incarnation.publish = lambda kind, key: None
+        until(lambda: len(first._meetings.open) == 2)
+        last._meetings._publish = lambda kind, key: None
         members[1].exchange("e", b"b").result(60)
         members[1].agree("p", "the plan", LINES).result(60)
-        first.processes.ended = lambda: [1]  # type: ignore[method-assign]
+        first._processes.ended = lambda: [1]
         assert members[0].ended() == {1: []}
         assert exchanged.result(60) == [b"a", b"b"]
         assert agreed.result(60)

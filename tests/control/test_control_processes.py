@@ -282,7 +282,7 @@ def test_the_server_is_not_kept_alive() -> None:
     port = server.port
     with channels(1) as (channel,):
         member = channel.join(dist.PrefixStore("a/", server), 0, 2, 60.0, Ears())
-        until(lambda: member._part.settled)
+        until(lambda: member.settled)
         del server
         pending = member.exchange("e", b"")
         assert "is lost" in str(pending.exception(60))

@@ -65,15 +65,15 @@ class Ranks:
             self.rank += member.rank * self.size
             self.size *= member.world_size
 
-    def tell(self, key: str, value: Any) -> Pending[list[Any]]:
+    def tell(self, key: str, value: Any) -> PendingResult[list[Any]]:
         """What all ranks tell, by rank.
 
         Args:
             value: for JSON, at most 4 MiB in all that a rank tells in a group.
         """
-        return Pending(self._told(self._named(key), value), self._check, self._fail)
+        return PendingResult(self._told(self._named(key), value), self._check, self._fail)
 
-    def agree(self, key: str, what: str, lines: Sequence[str]) -> Pending[int]:
+    def agree(self, key: str, what: str, lines: Sequence[str]) -> PendingResult[int]:
         """Verify that all ranks hold the same lines; see `Member.agree`.
 
         Args:
@@ -83,7 +83,7 @@ class Ranks:
             The digest in the first group. Where two ranks of a group differ, all ranks of it, and
             of the groups after it, get a ConfigError with the first difference, and who holds what.
         """
-        return Pending(self._agreed(self._named(key), what, lines), self._check, self._fail)
+        return PendingResult(self._agreed(self._named(key), what, lines), self._check, self._fail)
 
     def _named(self, key: str) -> list[tuple[Member, str]]:
         """The memberships, and the name of the next use of a key in each."""
@@ -119,7 +119,7 @@ class Ranks:
         return numbers[0]
 
 
-class Pending(Generic[T]):
+class PendingResult(Generic[T]):
     """What ranks will have told, or agreed on.
 
     Args:

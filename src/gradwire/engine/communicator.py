@@ -125,7 +125,7 @@ class Communicator:
                 info.store, self.rank, self.world_size, self.timeout, self.watchdog
             )
             self.member.ranks = self.ranks
-        self._ranks = Ranks([self.member], "", self.check, self.fail)
+        self._ranks = Ranks([self.member], "", fail=self.fail)
 
     def count(self) -> int:
         """Number a call without a given step; all ranks make the same calls, so they agree."""

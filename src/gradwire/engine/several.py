@@ -28,27 +28,24 @@ def failing_together(comms: Sequence[Communicator]) -> Iterator[None]:
 def ranks_of(
     comms: Sequence[Communicator],
     key: str | Sequence[str] = "",
-    check: Callable[[], None] | None = None,
+    check: Callable[[], None] = lambda: None,
     breaks: bool = True,
 ) -> Ranks:
     """All ranks of these groups.
 
     Args:
         key: of what they tell, the same on all ranks; or one for each group.
-        check: called while this rank waits, in place of the groups' checks.
+        check: called while this rank waits; what it raises ends the wait. Where a group breaks, a
+            wait in it ends by itself.
         breaks: whether a TransportError, of a peer that did not come for example, breaks all of the
             groups: what all ranks call at one place. Else it ends the wait alone.
     """
-
-    def check_all() -> None:
-        for comm in comms:
-            comm.check()
 
     def fail_all(error: TransportError) -> None:
         for comm in comms if breaks else ():
             comm.fail(error)
 
-    return Ranks([comm.member for comm in comms], key, check or check_all, fail_all)
+    return Ranks([comm.member for comm in comms], key, check, fail_all)
 
 
 def agree_over(comms: Sequence[Communicator], what: str, description: Sequence[str]) -> None:
