@@ -153,7 +153,7 @@ def test_a_death_ends_all_waits_once_there_is_one_that_the_dead_rank_has_not_rea
         member: Any = comm.member
         if comm.rank == 2:
             member.exchange("first", b"")
-            until(lambda: member._meetings is not None and member._meetings.open)
+            until(lambda: member.settled and member._meetings.open)
             came.set()
             return
         assert came.wait(60)

@@ -49,8 +49,8 @@ class Meeting(Future[Any]):
         key: str,
         what: str,
         timeout: float,
-        mine: bytes = b"",
-        lines: Sequence[str] | None = None,
+        mine: bytes,
+        lines: Sequence[str] | None,
     ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # it cannot be cancelled

@@ -58,7 +58,7 @@ class Member:
 
     Attributes:
         ranks: of the group's members in the whole job, for errors; None: they are equal.
-        settled: whether this rank has its place in the group.
+        settled: whether this rank has its place in the group, and the store.
     """
 
     ranks: Sequence[int] | None = None
@@ -84,13 +84,13 @@ class Member:
         self._pending: list[Meeting] = []
         self._broken: BaseException | None = None
         self._tick_failed = False
-        # On the store's thread:
+        # On the store's thread; the next four while this rank has its place:
+        self._rendezvous: Rendezvous
+        self._space: Namespace
+        self._news: Journal
+        self._meetings: Meetings
+        self._processes: Processes | None = None  # once it has had one
         self._queued: deque[tuple[Callable[[], None], Fail | None]] = deque()
-        self._rendezvous: Rendezvous | None = None
-        self._space: Namespace | None = None  # once this rank has its place
-        self._news: Journal | None = None
-        self._meetings: Meetings | None = None
-        self._processes: Processes | None = None
         self._over: str | None = None  # why this rank's part has ended
         self._warned = False
         connection.submit(partial(self._begin, store, attempts))
@@ -133,7 +133,7 @@ class Member:
         """
         if len(mine) > _MOST_BYTES:
             raise ConfigError(f"an exchange of {len(mine)} bytes: at most {_MOST_BYTES} fit")
-        return self._met(key, key, mine)
+        return self._met(key, key, mine, None)
 
     def agree(self, key: str, what: str, description: Sequence[str]) -> Future[int]:
         """Verify that all ranks hold the same description.
@@ -152,11 +152,11 @@ class Member:
         Raises:
             ConfigError: this process was forked.
         """
-        return self._met(key, what, lines=described(self.world_size, what, description))
+        return self._met(key, what, b"", described(self.world_size, what, description))
 
-    def _met(self, key: str, what: str, mine: bytes = b"", **lines: Any) -> Future[Any]:
+    def _met(self, key: str, what: str, mine: bytes, lines: Sequence[str] | None) -> Future[Any]:
         self._channel.check_process()
-        meeting = Meeting(self._channel.post, self._shown, key, what, self.timeout, mine, **lines)
+        meeting = Meeting(self._channel.post, self._shown, key, what, self.timeout, mine, lines)
 
         def begun() -> None:
             self._pending.append(meeting)
@@ -164,7 +164,6 @@ class Member:
                 meeting.end(None, self._broken)
 
         def start() -> None:
-            assert self._meetings is not None
             if not meeting.done():
                 self._meetings.start(meeting)
 
@@ -186,7 +185,6 @@ class Member:
         reply: Future[bytes] = Future()
 
         def first() -> None:
-            assert self._space is not None
             try:
                 reply.set_result(self._space.below("firsts").first(key, value))
             except Exception as error:
@@ -215,7 +213,6 @@ class Member:
             return {}
 
         def ended() -> None:
-            assert self._meetings is not None
             processes.read()
             reply.set_result({rank: self._meetings.lacking(rank) for rank in processes.ended()})
 
@@ -336,19 +333,18 @@ class Member:
         if self._over is not None:
             if fail is not None:
                 fail(self._error(self._over))
-        elif self._meetings is None:
+        elif not self.settled:
             self._queued.append((command, fail))
         else:
             command()
 
     def _publish(self, kind: str, what: Any) -> None:
         """Append to the news that all others read."""
-        assert self._news is not None
         self._news.append(json.dumps({"from": self.rank, kind: what}).encode())
         self._connection.ring()
 
     def _expire(self, meeting: Meeting) -> None:
-        if self._meetings is not None:
+        if self.settled:
             self._meetings.expire(meeting)
         elif self._over is None:
             meeting.fail(did_not_come(self.rank, meeting, [0]))
@@ -356,7 +352,7 @@ class Member:
     def _leave(self, notice: Mapping[str, Any]) -> None:
         if self in self._connection.participants:
             self._connection.participants.remove(self)
-        if self._meetings is not None:
+        if self.settled:
             self._publish("told", notice)
             self._connection.look()  # ranks may be threads of one process, on one connection
         self.lost("this rank has left the group")
@@ -364,17 +360,16 @@ class Member:
     @property
     def must_wait(self) -> bool:
         """Whether something is pending, so that the store is polled more often."""
-        if self._meetings is None or self._news is None or self._rendezvous is None:
+        if not self.settled:
             return True
         expects = self.rank == 0 and self._rendezvous.expects(self.world_size)
         return bool(self._meetings.pending()) or self._news.has_gaps or expects
 
     def look(self, rung: bool) -> None:
         """Read new entries, if there are any, or some were not complete."""
-        if not rung and not self._has_gaps():
-            return
         try:
-            self._look()
+            if rung or self._has_gaps():
+                self._look()
         except ValueError as error:
             self._connection.participants.remove(self)
             reason = f"the group's store holds invalid data ({error})"
@@ -382,27 +377,24 @@ class Member:
                 log.warning("gradwire: rank %d: %s", self.rank, reason)
 
     def _has_gaps(self) -> bool:
-        if self._meetings is None or self._news is None or self._rendezvous is None:
+        if not self.settled:
             return False
         gaps = self.rank == 0 and self._rendezvous.has_gaps
         return self._news.has_gaps or self._meetings.must_poll or gaps
 
     def _look(self) -> None:
-        assert self._rendezvous is not None
-        if self._meetings is None:
+        if not self.settled:
             space = self._rendezvous.find()
             if space is None:
                 return
             self._settle(space)
-        assert self._meetings is not None
-        assert self._news is not None
         if self.rank == 0 and self._rendezvous.answer():
             self._connection.ring()
         for entry in self._news.new():
-            self._read(self._meetings, entry)
+            self._read(entry)
         self._meetings.look()
 
-    def _read(self, meetings: Meetings, entry: bytes) -> None:
+    def _read(self, entry: bytes) -> None:
         try:
             news = json.loads(entry)
             sender = news["from"]
@@ -413,9 +405,9 @@ class Member:
             if isinstance(notice := news.get("told"), dict):
                 self._channel.post(partial(self._deliver, sender, notice))
             elif isinstance(key := news.get("met"), str):
-                meetings.complete(key)
+                self._meetings.complete(key)
             elif isinstance(key := news.get("differs"), str):
-                meetings.differ(key, sender)
+                self._meetings.differ(key, sender)
             else:
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -435,10 +427,12 @@ class Member:
         """Fail what is pending, and drop the store; whether anything was pending."""
         self._over = self._over or reason
         fails = [fail for _, fail in self._queued if fail is not None]
-        if self._meetings is not None:
-            fails += [meeting.fail for meeting in self._meetings.pending()]
         self._queued.clear()
-        self._meetings = self._news = self._space = self._rendezvous = None
+        if self.settled:
+            fails += [meeting.fail for meeting in self._meetings.pending()]
+            self.settled = False
+        for held in ("_rendezvous", "_space", "_news", "_meetings"):
+            vars(self).pop(held, None)  # they hold the store
         if self._processes is not None:
             self._processes.drop()
         for fail in fails:
