@@ -235,7 +235,7 @@ def exchanged(
     comm: Communicator, key: str, mine: str, check: Callable[[], None] = lambda: None
 ) -> list[str]:
     """Every rank's text, in rank order; it goes once decisions use `Ranks`."""
-    return ranks_of([comm], "exchanged", breaks=False).tell(key, mine).result(check)
+    return ranks_of([comm], breaks=False).tell(key, mine).result(check)
 
 
 def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
