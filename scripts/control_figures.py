@@ -19,17 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.control import Channel, Member
 from gradwire.control.connection import Connection
-from gradwire.control.description import Description
 from gradwire.control.host import Host
-from gradwire.control.participant import Participant
-from gradwire.control.pending_result import PendingResult
 
 PROCESSES = 2
 WATCH_S = 5.0
@@ -42,13 +39,28 @@ def serve(pipe: Pipe) -> None:
     pipe.recv()
 
 
+class OneThread(Channel):
+    """Has no thread: the one that drives the connections completes futures."""
+
+    def post(self, action: Callable[[], None]) -> None:
+        action()
+
+
+class Hears:
+    def __init__(self, heard: list[float]) -> None:
+        self.heard = lambda sender, notice: heard.append(0.0)
+
+    def tick(self) -> None:
+        pass
+
+
 def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
     """Answer each command on `pipe` with the measurements of all threads."""
     raise_limit()
     base = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     stores: list[Any] = [None] * count
     connections: list[Connection] = []
-    parts: list[Participant] = []
+    members: list[Member] = []
     heard: list[float] = []
 
     def all_threads(body: Callable[[int], Any]) -> list[Any]:
@@ -108,37 +120,27 @@ def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
         start = time.monotonic()
         group = dist.PrefixStore("group/", base)
         for i in range(count):
-            connection = Connection(Host(group))
+            connection = Connection(Host(group), lambda: None)
             connection.connect()
-            part = Participant(
-                connection, group, first + i, clients, 300.0, {}, lambda *_: heard.append(0.0)
-            )
-            connection.submit(part.begin)
             connections.append(connection)
-            parts.append(part)
-        turns(lambda: all(part.settled for part in parts))
+            of = OneThread(), connection, group, first + i, clients, 300.0, Hears(heard), {}
+            members.append(Member(*of))
+        turns(lambda: all(member.settled for member in members))
         return [start, time.monotonic()]
 
     def agreement(key: str, lines: int) -> list[float]:
         description = [f"parameter {i}: qsgd(bits=4)" for i in range(lines)]
-        mine = Description.of(0, clients, "plan", description)
         pipe.send("started")
         start = time.monotonic()
-        pendings: list[PendingResult[int]] = []
-        for connection, part in zip(connections, parts, strict=True):
-            pending: PendingResult[int] = PendingResult(
-                lambda run: run(), 300.0, part.rank, "plan", lambda _: None, 1.0
-            )
-            connection.submit(partial(part.agree, key, mine, pending))
-            pendings.append(pending)
-        turns(lambda: all(pending.over for pending in pendings))
+        pending = [member.agree(key, "plan", description) for member in members]
+        turns(lambda: all(future.done() for future in pending))
         return [start, time.monotonic()]
 
     def tell() -> list[float]:
         pipe.send("started")
         start = time.monotonic()
         if first == 0:
-            connections[0].submit(partial(parts[0].tell, json.dumps({"raised": "RuntimeError"})))
+            members[0].tell({"raised": "RuntimeError"})
         turns(lambda: len(heard) == count - (first == 0))
         return [start, time.monotonic()]
 

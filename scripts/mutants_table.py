@@ -375,15 +375,15 @@ MUTANTS = (
     Mutant(
         "difference_in_another_line", "an error names a parameter that is alike",
         "gradwire/control/description.py",
-        "line = next(i for i in range(longest) if mine[i] != theirs[i])",
-        "line = max(i for i in range(longest) if mine[i] != theirs[i])",
+        "here, there = next((one, another) for one, another in pairs if one != another)",
+        "here, there = [(one, another) for one, another in pairs if one != another][-1]",
         ("tests/control/test_control_agreement.py",),
     ),
     Mutant(
         "difference_not_noticed", "ranks with different plans go on",
-        "gradwire/control/agreements.py",
-        'if first.split(b" ")[0] != held.split(b" ")[0]:',
-        'if len(first.split(b" ")[0]) != len(held.split(b" ")[0]):',
+        "gradwire/control/meetings.py",
+        "if meeting.lines is not None and first[:_DIGITS] != meeting.mine:",
+        "if meeting.lines is not None and len(first[:_DIGITS]) != len(meeting.mine):",
         ("tests/control/test_control_agreement.py",),
     ),
     # Aggregators.

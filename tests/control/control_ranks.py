@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,14 @@ def group(
             made[rank].join(store, rank, world_size, timeout, ears[rank])
             for rank in range(world_size)
         ]
+
+
+def exchanged(members: Iterable[Member], key: str = "e", *, tag: str = "") -> list[bytes]:
+    """What the members tell, each its rank behind `tag`, as each of them learns it; entries of the
+    group that are older have been handled then."""
+    pending = [m.exchange(key, f"{tag}{m.rank}".encode()) for m in members]
+    (found,) = {tuple(future.result(60)) for future in pending}
+    return list(found)
 
 
 def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:

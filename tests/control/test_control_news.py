@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from control_ranks import SIZES, Ears, Wrapped, channels, group, until
+from control_ranks import SIZES, Ears, Wrapped, channels, exchanged, group, until
 
-from gradwire.control import Channel, Member
+from gradwire.control import Channel
 from gradwire.control import channel as channel_module
 from gradwire.errors import ConfigError, TransportError
 from products import one_in
@@ -28,17 +28,11 @@ def test_all_others_hear_each_notice_once_and_in_order(world_size: int, shared: 
             for member in members:
                 member.tell({"i": i})
         until(lambda: all(len(e.heard_from) >= count * (world_size - 1) for e in ears))
-        heard_all(members)  # a duplicate would arrive before this
+        exchanged(members)  # a duplicate would arrive before this
     for rank, ear in enumerate(ears):
         for sender in range(world_size):
             told = [notice["i"] for s, notice in ear.heard_from if s == sender]
             assert told == ([] if sender == rank else list(range(count)))
-
-
-def heard_all(members: list[Member], key: str = "e") -> None:
-    """Wait until all have handled all entries so far: those of an exchange come behind them."""
-    for future in [member.exchange(key, b"") for member in members]:
-        future.result(60)
 
 
 def test_a_rank_that_joins_late_hears_what_was_told_before() -> None:
@@ -106,8 +100,7 @@ def test_groups_over_one_server_share_a_thread_and_do_not_mix() -> None:
         ]
         for g, (one, two) in enumerate(members):
             one.tell({"group": g})
-            futures = [m.exchange("e", bytes([g, m.rank])) for m in (one, two)]
-            assert [f.result(60) for f in futures] == [[bytes([g, 0]), bytes([g, 1])]] * 2
+            assert exchanged([one, two], tag=f"{g} ") == [b"%d 0" % g, b"%d 1" % g]
         until(lambda: all(e[1].heard_from == [(0, {"group": g})] for g, e in enumerate(ears)))
         # Two for each channel, however many groups.
         ours = [thread for thread in threading.enumerate() if thread not in before]
@@ -122,7 +115,7 @@ def test_the_last_notice(shared: bool) -> None:
     """Of ranks in processes of their own, and of ranks that share a channel."""
     ears = [Ears() for _ in range(3)]
     with group(3, ears=ears, shared=shared) as members:
-        heard_all(members)
+        exchanged(members)
         members[1].tell({"step": 12})
         members[1].leave({"left": "at step 12"})
         members[1].leave({"again": 0})
@@ -141,14 +134,6 @@ def test_the_last_notice(shared: bool) -> None:
             members[1].exchange("f", b"").result(60)
 
 
-def test_leaving_ends_what_is_pending() -> None:
-    with group(2, timeout=60.0) as members:
-        pending = [members[0].exchange("e", b""), members[0].agree("a", "plan", [])]
-        members[0].leave({})
-        for future in pending:
-            assert isinstance(future.exception(60), TransportError)
-
-
 def test_closing_ends_what_is_pending_and_tells_what_was_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,7 +144,7 @@ def test_closing_ends_what_is_pending_and_tells_what_was_told(
         members = [made[r].join(store, r, 3, 60.0, ears if r == 1 else Ears()) for r in range(2)]
         for future in [m.agree("a", "plan", []) for m in members]:
             assert not future.done()
-        until(lambda: members[1]._part.settled)
+        until(lambda: members[1].settled)
         pending = members[0].exchange("e", b"")
         members[0].tell({"last": "word"})
         made[0].close()
@@ -187,7 +172,7 @@ def test_a_store_that_hangs_holds_up_nobody() -> None:
     with channels(1) as (channel,):
         other = channel.join(dist.HashStore(), 0, 1, 60.0, Ears())
         member = channel.join(Wrapped(dist.HashStore(), before), 0, 2, 0.3, ears)
-        until(lambda: member._part.settled)
+        until(lambda: member.settled)
         hangs.set()
         error = member.agree("a", "the plan", []).exception(60)
         assert isinstance(error, TransportError)
@@ -233,18 +218,23 @@ def test_a_group_that_is_made_anew_over_its_store() -> None:
                 member.leave({})
 
 
-def test_a_rank_that_comes_back_before_the_others_have_left() -> None:
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_incarnation_admits_no_rank_again(leaves: bool) -> None:
+    """A rank comes back before the others have left; or is started anew, where rank 0 of the
+    former incarnation lives: it waits for the next."""
     store = dist.HashStore()
-    with channels(2) as made:
+    with channels(4) as made:
         old = [made[r].join(store, r, 2, 60.0, Ears()) for r in range(2)]
-        assert [f.result(60) for f in [m.exchange("e", b"old") for m in old]]
-        old[1].leave({})
-        new = made[1].join(store, 1, 2, 60.0, Ears())
+        assert exchanged(old, tag="old ") == [b"old 0", b"old 1"]
+        if leaves:
+            old[1].leave({})
+        new = made[1 if leaves else 3].join(store, 1, 2, 60.0, Ears())
         waits = new.exchange("e", b"new 1")
-        looked(made[1])  # rank 0's former incarnation must not admit it
-        assert not waits.done()
-        old[0].leave({})
-        other = made[0].join(store, 0, 2, 60.0, Ears())
+        looked(made[1 if leaves else 3])
+        assert not new.settled
+        if leaves:
+            old[0].leave({})
+        other = made[0 if leaves else 2].join(store, 0, 2, 60.0, Ears())
         assert other.exchange("e", b"new 0").result(60) == [b"new 0", b"new 1"]
         assert waits.result(60) == [b"new 0", b"new 1"]
 
@@ -256,13 +246,12 @@ def test_ranks_count_their_incarnations() -> None:
         made[1].join(store, 1, 2, 60.0, Ears()).leave({})
         ahead = made[1].join(store, 1, 2, 60.0, Ears())
         first = made[0].join(store, 0, 2, 60.0, Ears())
-        until(lambda: first._part.settled)
+        until(lambda: first.settled)
         looked(made[1])
-        assert not ahead._part.settled
+        assert not ahead.settled
         first.leave({})
         second = made[0].join(store, 0, 2, 60.0, Ears())
-        futures = [second.exchange("e", b"0"), ahead.exchange("e", b"1")]
-        assert [future.result(60) for future in futures] == [[b"0", b"1"]] * 2
+        assert exchanged([second, ahead]) == [b"0", b"1"]
 
 
 def test_processes_that_are_started_again() -> None:
@@ -272,7 +261,7 @@ def test_processes_that_are_started_again() -> None:
         former[0].join(store, 0, 3, 60.0, Ears()).tell({"stale": 1})
         stale = former[1].join(store, 1, 3, 60.0, Ears())
         stale.agree("a", "plan", ["stale"])
-        until(lambda: stale._part.settled)
+        until(lambda: stale.settled)
     with channels(3) as made:
         # Early, while the former rank 0 could still have answered.
         members = {r: made[r].join(store, r, 3, 60.0, Ears()) for r in (1, 2)}
@@ -281,21 +270,6 @@ def test_processes_that_are_started_again() -> None:
         futures = [m.agree("a", "plan", ["fresh"]) for m in members.values()]
         assert len({future.result(60) for future in futures}) == 1
         assert ears.heard_from == []
-
-
-def test_a_place_that_is_taken_is_not_taken_again() -> None:
-    """A rank is started anew, while rank 0 of the former incarnation lives: it waits."""
-    store = dist.HashStore()
-    with channels(4) as made:
-        old = [made[r].join(store, r, 2, 60.0, Ears()) for r in range(2)]
-        assert [f.result(60) for f in [m.exchange("e", b"old") for m in old]]
-        new = made[2].join(store, 1, 2, 60.0, Ears())
-        waits = new.exchange("e", b"1")
-        looked(made[2])
-        assert not new._part.settled
-        other = made[3].join(store, 0, 2, 60.0, Ears())
-        assert other.exchange("e", b"0").result(60) == [b"0", b"1"]
-        assert waits.result(60) == [b"0", b"1"]
 
 
 @pytest.mark.parametrize(("kind", "groups"), [("hash", 60), ("tcp", 12)])
@@ -315,7 +289,7 @@ def test_groups_that_were_left_leave_nothing(kind: str, groups: int) -> None:
         for g in range(groups):
             store = dist.PrefixStore(f"group {g % (groups - 5)}/", server)
             members = [made[r].join(store, r, 2, 60.0, Ears()) for r in range(2)]
-            heard_all(members)
+            exchanged(members)
             for member in members:
                 member.leave({})
             kept += members  # references to them must not keep a connection
@@ -331,8 +305,8 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
     store = dist.HashStore()
     ears = [Ears(), Ears()]
     with group(2, store, ears=ears) as members:
-        heard_all(members)
-        news = members[0]._part._settled.space.below("news")
+        exchanged(members)
+        news = members[0]._space.below("news")
         pending = members[1].exchange("f", b"1")
         agreement = members[1].agree("a", "the plan", [])
         entries = [
@@ -372,8 +346,8 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
 def test_a_writer_that_dies_between_two_operations_holds_up_nobody() -> None:
     ears = [Ears(), Ears()]
     with group(2, ears=ears) as members:
-        heard_all(members)
-        news = members[0]._part._settled.space.below("news")
+        exchanged(members)
+        news = members[0]._space.below("news")
         late = news.add("n")
         members[0].tell({"i": 1})
         until(lambda: ears[1].heard_from == [(0, {"i": 1})])
@@ -389,15 +363,14 @@ def test_a_counter_that_makes_no_sense_ends_its_group_only() -> None:
             for g in range(2)
         ]
         for members in groups:
-            heard_all(members)
+            exchanged(members)
         pending = groups[0][1].exchange("f", b"")
-        store.set(groups[0][0]._part._settled.space.below("news")._prefix + "n", b"many")
+        store.set(groups[0][0]._space.below("news")._prefix + "n", b"many")
         groups[1][0].tell({"rings": 1})
         error = pending.exception(60)
         assert isinstance(error, TransportError)
         assert "invalid data" in str(error)
-        for future in [member.exchange("f", b"") for member in groups[1]]:
-            assert future.result(60) == [b"", b""]
+        assert exchanged(groups[1], "f") == [b"0", b"1"]
 
 
 def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -410,7 +383,7 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     store = dist.HashStore()
     with channels(2) as made:
         members = [made[r].join(Wrapped(store, before), r, 2, 60.0, Ears()) for r in range(2)]
-        heard_all(members)
+        exchanged(members)
         pending = members[0].exchange("f", b"")
         fails.set()
         error = pending.exception(60)

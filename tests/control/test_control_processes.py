@@ -1,4 +1,4 @@
-"""Ranks as processes over a TCPStore: agreement, a host that dies, exits, fork."""
+"""Ranks as processes over a TCPStore: a host that dies, exits, fork."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from gradwire.control import host as control_host
 from gradwire.control.host import Gone, Host
 from gradwire.errors import ConfigError
 from loopback import without_lookups
-from products import EXHAUSTIVE, one_in
-from ranks import as_processes
+from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.multiprocess
 
@@ -112,33 +111,6 @@ def ranks(script: str, world_size: int, port: int = 0) -> Iterator[tuple[Rank, l
             for pipe in (rank.process.stdin, rank.process.stdout, rank.process.stderr):
                 if pipe is not None:
                     pipe.close()
-
-
-def agree(rank: int) -> list[Any]:
-    """In the store of torch's own group: equal, different, and an exchange."""
-    store = dist.distributed_c10d._get_default_store()
-    world_size = dist.get_world_size()
-    channel = Channel()
-    ears = Ears()
-    member = channel.join(store, rank, world_size, 60.0, ears)
-    equal = member.agree("one", "the plan", ["a"]).result(60)
-    error = str(member.agree("two", "the plan", ["a" if rank else "b"]).exception(60))
-    member.tell({"from": rank})
-    exchanged = member.exchange("three", b"%d" % rank).result(60)
-    until(lambda: len(ears.heard_from) == world_size - 1)
-    dist.barrier()
-    channel.close()
-    return [equal, error, exchanged]
-
-
-@pytest.mark.parametrize("world_size", one_in(2, [2, 3]))
-def test_processes_agree(world_size: int) -> None:
-    found = as_processes(world_size, agree)
-    assert len({equal for equal, _, _ in found}) == 1
-    for rank, (_, error, exchanged) in enumerate(found):
-        assert "rank 0 has 'b'" in error
-        assert rank == 0 or f"rank {rank} has 'a'" in error
-        assert exchanged == [b"%d" % r for r in range(world_size)]
 
 
 @EXHAUSTIVE
@@ -282,7 +254,7 @@ def test_the_server_is_not_kept_alive() -> None:
     port = server.port
     with channels(1) as (channel,):
         member = channel.join(dist.PrefixStore("a/", server), 0, 2, 60.0, Ears())
-        until(lambda: member._part.settled)
+        until(lambda: member.settled)
         del server
         pending = member.exchange("e", b"")
         assert "is lost" in str(pending.exception(60))

@@ -68,10 +68,10 @@ def test_a_single_rank_answers_at_once() -> None:
 
 
 def test_all_ranks_of_all_groups_tell_in_rank_order_and_repeated_keys_are_counted() -> None:
-    with grid() as (ranks, _, failed):
+    with grid() as (ranks, members, failed):
         assert [(of.size, of.rank) for of in ranks] == [(4, rank) for rank in range(4)]
         told = [[of.tell("t", [of.rank, turn]) for turn in range(3)] for of in ranks]
-        again = Ranks(ranks[0]._members, "grid")  # one more object goes on counting
+        again = Ranks(members[0], "grid")  # one more object goes on counting
         for of in told:
             assert [p.result() for p in of] == [[[r, turn] for r in range(4)] for turn in range(3)]
         last = [of.tell("t", "last") for of in (again, *ranks[1:])]
@@ -113,7 +113,7 @@ def test_a_late_rank_ends_the_wait_of_all_groups() -> None:
 def test_a_rank_that_leaves_or_whose_group_is_broken_waits_no_more() -> None:
     with grid() as (ranks, members, failed):
         pending = [of.tell("t", 0) for of in ranks[:2]]
-        until(lambda: all(len(members[rank][1]._open) == 1 for rank in (0, 1)))
+        until(lambda: all(len(members[rank][1]._pending) == 1 for rank in (0, 1)))
         members[0][1].leave({})
         died = TransportError("a peer has died")
         members[1][1].end(died)

@@ -153,8 +153,7 @@ def test_a_death_ends_all_waits_once_there_is_one_that_the_dead_rank_has_not_rea
         member: Any = comm.member
         if comm.rank == 2:
             member.exchange("first", b"")
-            part = member._part
-            until(lambda: part._settled is not None and part._settled.exchanges.pending)
+            until(lambda: member.settled and member._meetings.open)
             came.set()
             return
         assert came.wait(60)
@@ -162,8 +161,8 @@ def test_a_death_ends_all_waits_once_there_is_one_that_the_dead_rank_has_not_rea
             assert looked.wait(60)
         first = member.exchange("first", b"")
         looks, ended = [], member.ended
-        until(lambda: member._part.processes is not None)
-        member._part.processes.ended = lambda: [2]
+        until(lambda: member._processes is not None)
+        member._processes.ended = lambda: [2]
 
         def counted() -> Any:
             looks.append(ended())

@@ -3,14 +3,14 @@
 A process has one `Channel`: a control thread, which calls listeners and completes futures, and one
 thread per store server, which makes all operations on that server. The modules, from the bottom up:
 `namespace` (keys), `journal` (an append-only list), `host` (the address and liveness of a store
-server), `connection` (its thread), `rendezvous` (the incarnation of a group), `agreements`
-(exchanges and agreements), `participant` (a rank's part in a group), `member`, `channel`, and
-`ranks` (the interface). docs/internals/control.md has the protocol, its keys, costs and reasons.
+server), `connection` (its thread), `rendezvous` (the incarnation of a group), `meetings`
+(exchanges and agreements), `member`, `channel` and `ranks` (the interface).
+docs/internals/control.md has the protocol, its keys, its cost, and its reasons.
 """
 
 from gradwire.control.channel import Channel
 from gradwire.control.description import digest
 from gradwire.control.member import Listener, Member
-from gradwire.control.ranks import Pending, Ranks
+from gradwire.control.ranks import PendingResult, Ranks
 
-__all__ = ["Channel", "Listener", "Member", "Pending", "Ranks", "digest"]
+__all__ = ["Channel", "Listener", "Member", "PendingResult", "Ranks", "digest"]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from gradwire.control.connection import Connection
 from gradwire.control.host import Host
 from gradwire.control.member import Listener, Member
-from gradwire.control.pending_result import PendingResult
 from gradwire.errors import ConfigError, TransportError
 
 log = logging.getLogger("gradwire")
@@ -43,7 +42,6 @@ class Channel:
         self._members: list[Member] = []
         self._connections: list[tuple[Any, Connection]] = []  # (address, connection)
         self._attempts: dict[tuple[str, int], int] = {}
-        self._watched: set[PendingResult[Any]] = set()
         self._thread: threading.Thread | None = None
         self._rung_at = 0.0  # time.monotonic() of the last notice for peers
         self._closing = False  # `join` raises
@@ -101,12 +99,14 @@ class Channel:
             self._closing = True
             connections = [connection for _, connection in self._connections]
             self._connections.clear()
-            self._members.clear()
+            members, self._members = self._members, []
         for connection in connections:
             connection.stop()
         deadline = time.monotonic() + _CLOSING_S
         for connection in connections:
             connection.join(max(0.0, deadline - time.monotonic()))
+        for member in members:
+            member.end(TransportError("the control channel is closed: this process is ending"))
         time.sleep(max(0.0, self._rung_at + _HEARD_S - time.monotonic()))
         self._stopping = True
         self.post(lambda: None)
@@ -138,16 +138,6 @@ class Channel:
         self._posts.put(action)
         if self._ended:
             self._run_posts()
-
-    def watch(self, pending: PendingResult[Any]) -> None:
-        """Fail `pending` at its deadline."""
-
-        def watch() -> None:
-            self._watched.add(pending)
-            if self._ended:
-                pending.fail_here(_closed())
-
-        self.post(watch)
 
     def release(self, member: Member, connection: Connection) -> None:
         """`member` has left."""
@@ -182,32 +172,23 @@ class Channel:
         while not self._stopping:
             with suppress(queue.Empty):
                 self._guarded(self._posts.get(timeout=self._pause(tick_at)))
-            if self._members and time.monotonic() >= tick_at:
+            if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
-                self._tick()
-            self._expire()
+                self._for_each(Member.tick)
+            self._for_each(Member.expire)
         self._ended = True
         self._run_posts()
-        for pending in self._watched:
-            pending.fail_here(_closed())
 
     # While the thread waits it holds no reference to a member, so that its group can end.
 
     def _pause(self, tick_at: float) -> float | None:
-        wakes = [pending.deadline for pending in self._watched]
-        if self._members:
-            wakes.append(tick_at)
-        return max(0.0, min(wakes) - time.monotonic()) if wakes else None
+        members = list(self._members)
+        wakes = [tick_at, *(at for member in members for at in member.deadlines())]
+        return max(0.0, min(wakes) - time.monotonic()) if members else None
 
-    def _tick(self) -> None:
+    def _for_each(self, action: Callable[[Member], None]) -> None:
         for member in list(self._members):
-            member.tick()
-
-    def _expire(self) -> None:
-        self._watched = {pending for pending in self._watched if not pending.over}
-        for pending in list(self._watched):
-            if time.monotonic() >= pending.deadline:
-                self._guarded(pending.expire)
+            action(member)
 
     def _run_posts(self) -> None:
         while True:
@@ -221,10 +202,6 @@ class Channel:
             action()
         except Exception:
             log.exception("gradwire: an action failed on the control thread")
-
-
-def _closed() -> TransportError:
-    return TransportError("the control channel is closed: this process is ending")
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -34,15 +34,11 @@ class Subscriber(Protocol):
     world_size: int
 
     @property
-    def waits(self) -> bool:
+    def must_wait(self) -> bool:
         """Whether a future is pending, so that the thread polls more often."""
 
-    @property
-    def must_poll(self) -> bool:
-        """Whether it must look at every poll, even if the doorbell has not changed."""
-
-    def look(self) -> None:
-        """Read new entries."""
+    def look(self, rung: bool) -> None:
+        """Called at every poll; `rung`: there are new entries."""
 
     def lost(self, reason: str) -> bool:
         """The store is gone: fail what is pending. Returns whether anything was."""
@@ -59,7 +55,7 @@ class Connection:
         users: how many members share this; guarded by the lock of their Channel.
         root: gradwire's keys in the store; on the thread only, while the store is reachable.
         gone: why the store is lost, or None.
-        participants: called when the doorbell has changed; on the thread only.
+        participants: the members whose groups use it; on the thread only.
     """
 
     def __init__(self, host: Host, rung: Callable[[], None]) -> None:
@@ -163,7 +159,7 @@ class Connection:
     def _next_pause(self, wanted: float) -> float:
         size = max((p.world_size for p in self.participants), default=1)
         rest = max(_IDLE_S, size / _RESTING_PER_S)
-        if not any(p.waits for p in self.participants):
+        if not any(p.must_wait for p in self.participants):
             return rest
         return min(rest, max(wanted, size / _WAITING_PER_S))
 
@@ -201,8 +197,7 @@ class Connection:
         self._bell = bell
         self._must_look = False
         for participant in list(self.participants):
-            if rung or participant.must_poll:
-                participant.look()
+            participant.look(rung)
         self._ring()
         return rung
 

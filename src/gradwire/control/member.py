@@ -1,4 +1,8 @@
-"""One rank's membership in one group: the interface of the control channel."""
+"""One rank's membership in one group: the interface of the control channel.
+
+Commands go to the thread of the group's store, and wait there until this rank has its place in an
+incarnation of the group. Futures complete, and listeners are called, on the control thread.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,20 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gradwire.control.connection import Connection
-from gradwire.control.description import Description
-from gradwire.control.participant import Fail, Participant
-from gradwire.control.pending_result import PendingResult
+from gradwire.control.description import described
+from gradwire.control.journal import Journal
+from gradwire.control.liveness import Processes
+from gradwire.control.meetings import Meeting, Meetings, did_not_come
+from gradwire.control.namespace import Namespace
+from gradwire.control.rendezvous import Rendezvous
 from gradwire.errors import ConfigError, TransportError, in_global_ranks
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 E = TypeVar("E", bound=BaseException)
+Fail = Callable[[Exception], None]
 
 _MOST_BYTES = 4 << 20  # a TCPStore closes a connection that writes 8 MiB
 _MOST_NOTICE = 1 << 16
@@ -48,6 +58,7 @@ class Member:
 
     Attributes:
         ranks: of the group's members in the whole job, for errors; None: they are equal.
+        settled: whether this rank has its place in the group, and the store.
     """
 
     ranks: Sequence[int] | None = None
@@ -63,21 +74,26 @@ class Member:
         listener: Listener,
         attempts: dict[tuple[str, int], int],
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout
-        self._channel = channel
-        self._connection = connection
-        self._listener = listener
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.settled = False
+        self._channel, self._connection, self._listener = channel, connection, listener
         self._left = False
-        self._tick_failed = False
-        self._open: list[PendingResult[Any]] = []  # on the control thread, as the next one
-        self._broken: BaseException | None = None
-        self._leaving = threading.Lock()
-        self._counting = threading.Lock()
+        self._locked = threading.Lock()  # of `_left` and `_uses`
         self._uses: dict[str, int] = {}
-        self._part = Participant(connection, store, rank, world_size, timeout, attempts, self._hear)
-        connection.submit(self._part.begin)
+        # On the control thread:
+        self._pending: list[Meeting] = []
+        self._broken: BaseException | None = None
+        self._tick_failed = False
+        # On the store's thread; the next four while this rank has its place:
+        self._rendezvous: Rendezvous
+        self._space: Namespace
+        self._news: Journal
+        self._meetings: Meetings
+        self._processes: Processes | None = None  # once it has had one
+        self._queued: deque[tuple[Callable[[], None], Fail | None]] = deque()
+        self._over: str | None = None  # why this rank's part has ended
+        self._warned = False
+        connection.submit(partial(self._begin, store, attempts))
 
     def tell(self, notice: Mapping[str, Any]) -> None:
         """Send `notice`, a JSON object of at most 64 KiB, to all other ranks of the group.
@@ -92,13 +108,12 @@ class Member:
             return
         if len(text) > _MOST_NOTICE:
             log.warning("gradwire: a notice of %d bytes cannot be sent: %.80s", len(text), text)
-            return
-        if not self._channel.is_forked:
-            self._submit(lambda: self._part.tell(text), None)
+        elif not self._channel.is_forked:
+            self._submit(partial(self._publish, "told", notice))
 
     def counted(self, key: str) -> str:
         """A key for the next use of `key`: the same on all ranks that use it in one order."""
-        with self._counting:
+        with self._locked:
             count = self._uses[key] = self._uses.get(key, 0) + 1
         return key if count == 1 else f"{key} ({count})"
 
@@ -106,7 +121,7 @@ class Member:
         """Every rank's bytes, in rank order.
 
         Args:
-            key: names the exchange, the same on all ranks; used once.
+            key: names the exchange, the same on all ranks; used once, by `agree` neither.
             mine: at most 4 MiB.
 
         Returns:
@@ -118,9 +133,7 @@ class Member:
         """
         if len(mine) > _MOST_BYTES:
             raise ConfigError(f"an exchange of {len(mine)} bytes: at most {_MOST_BYTES} fit")
-        pending: PendingResult[list[bytes]] = self._pending(key)
-        self._submit(lambda: self._part.exchange(key, mine, pending), pending.fail)
-        return pending.future
+        return self._met(key, key, mine, None)
 
     def agree(self, key: str, what: str, description: Sequence[str]) -> Future[int]:
         """Verify that all ranks hold the same description.
@@ -139,10 +152,24 @@ class Member:
         Raises:
             ConfigError: this process was forked.
         """
-        mine = Description.of(self.rank, self.world_size, what, description)
-        pending: PendingResult[int] = self._pending(what)
-        self._submit(lambda: self._part.agree(key, mine, pending), pending.fail)
-        return pending.future
+        return self._met(key, what, b"", described(self.world_size, what, description))
+
+    def _met(self, key: str, what: str, mine: bytes, lines: Sequence[str] | None) -> Future[Any]:
+        self._channel.check_process()
+        meeting = Meeting(self._channel.post, self._shown, key, what, self.timeout, mine, lines)
+
+        def begun() -> None:
+            self._pending.append(meeting)
+            if self._broken is not None:
+                meeting.end(None, self._broken)
+
+        def start() -> None:
+            if not meeting.done():
+                self._meetings.start(meeting)
+
+        self._channel.post(begun)
+        self._submit(start, meeting.fail)
+        return meeting
 
     def first(self, key: str, value: bytes) -> bytes:
         """The value that a rank wrote first for `key`; one small store operation.
@@ -156,14 +183,22 @@ class Member:
         self._channel.check_process()
         on_control = self._channel.is_current
         reply: Future[bytes] = Future()
+
+        def first() -> None:
+            try:
+                reply.set_result(self._space.below("firsts").first(key, value))
+            except Exception as error:
+                reply.set_exception(self._error(str(error)))
+                raise
+
         try:
-            if on_control and not self._part.settled:
+            if on_control and not self.settled:
                 raise TransportError(f"rank {self.rank} has no place in the group yet")
-            self._submit(lambda: self._part.first(key, value, reply), reply.set_exception)
+            self._submit(first, reply.set_exception)
             return reply.result(_ANSWER_S if on_control else self.timeout)
         except FutureTimeout:
-            text = f"rank {self.rank}: the group's store does not answer, or rank 0 has not joined"
-            raise self._shown(TransportError(text)) from None
+            text = "the group's store does not answer, or rank 0 has not joined"
+            raise self._shown(self._error(text)) from None
         except TransportError as error:
             raise self._shown(error) from None
 
@@ -173,22 +208,27 @@ class Member:
 
         A few small store operations; if the store does not answer, the latter are not told.
         """
-        reply: Future[dict[int, list[str]]] = Future()
-        if self._part.processes is None:
+        processes, reply = self._processes, Future[dict[int, list[str]]]()
+        if processes is None:
             return {}
-        self._submit(lambda: self._part.ended(reply), reply.set_exception)
+
+        def ended() -> None:
+            processes.read()
+            reply.set_result({rank: self._meetings.lacking(rank) for rank in processes.ended()})
+
+        self._submit(ended, reply.set_exception)
         try:
             return reply.result(_ANSWER_S)
         except (FutureTimeout, TransportError):
-            return {rank: [] for rank in self._part.processes.ended()}
+            return {rank: [] for rank in processes.ended()}
 
     def end(self, error: BaseException) -> None:
         """End all futures, present and later ones, with `error`: the group is broken."""
 
         def end() -> None:
             self._broken = error
-            for pending in self._open:
-                pending.fail_here(error)
+            for meeting in self._pending:
+                meeting.end(None, error)
 
         self._channel.post(end)
 
@@ -201,7 +241,7 @@ class Member:
         """
         if self._channel.is_forked:
             return
-        with self._leaving:
+        with self._locked:
             if self._left:
                 return
             self._left = True
@@ -209,24 +249,40 @@ class Member:
 
         def leave() -> None:
             try:
-                self._part.leave(json.dumps(notice))
+                self._leave(notice)
             finally:
                 written.set()
 
         if self._connection.submit(leave) and not self._connection.is_current:
             written.wait(_ANSWER_S)
+        self.end(self._error("this rank has left the group"))
         self._channel.release(self, self._connection)
 
-    # ---- called on the control thread
+    # ---- on the control thread
 
     def waits(self, seconds: float) -> bool:
         """Whether an exchange or agreement has been open for so long."""
-        return any(time.monotonic() - pending.since > seconds for pending in self._open)
+        return any(time.monotonic() - meeting.since > seconds for meeting in self._pending)
+
+    def deadlines(self) -> list[float]:
+        """When pending meetings have to end."""
+        return [meeting.deadline for meeting in self._pending if not meeting.done()]
+
+    def expire(self) -> None:
+        """End meetings that have timed out, after a time in which missing ranks are found."""
+        self._pending = [meeting for meeting in self._pending if not meeting.done()]
+        for meeting in self._pending:
+            if time.monotonic() < meeting.deadline:
+                continue
+            if not meeting.late:
+                meeting.late = True
+                meeting.deadline += _NAMING_S
+                self._connection.submit(partial(self._expire, meeting))
+            else:
+                text = f"{meeting.what} did not complete within {meeting.timeout:g} s, and the"
+                meeting.end(None, self._error(f"{text} group's store does not answer"))
 
     def tick(self) -> None:
-        if self._left:
-            return
-        self._open = [pending for pending in self._open if not pending.over]
         try:
             self._listener.tick()
             self._tick_failed = False
@@ -243,36 +299,157 @@ class Member:
         except Exception:
             log.exception("gradwire: a listener failed on a notice from rank %d", sender)
 
+    # ---- on the store's thread
+
+    def _begin(self, store: Any, attempts: dict[tuple[str, int], int]) -> None:
+        if self._connection.gone is not None:
+            self.lost(self._connection.gone)
+            return
+        self._connection.participants.append(self)
+        self._rendezvous = Rendezvous(
+            self._connection.root,
+            self._connection.prefixed(store),
+            self.rank,
+            attempts,
+            self.timeout,
+            self._garbled,
+        )
+        self._connection.ring()
+        self._connection.look()
+
+    def _settle(self, space: Namespace) -> None:
+        self._space = space
+        self._news = Journal(space.below("news"), self.timeout)
+        of = self.rank, self.world_size, space.below("meetings")
+        self._meetings = Meetings(*of, self._publish, self._garbled)
+        processes = space.below("processes")
+        self._processes = Processes(processes, self.rank, self.timeout, self._garbled)
+        self.settled = True
+        while self._queued:
+            command, _ = self._queued.popleft()
+            command()
+
+    def _when_settled(self, command: Callable[[], None], fail: Fail | None) -> None:
+        if self._over is not None:
+            if fail is not None:
+                fail(self._error(self._over))
+        elif not self.settled:
+            self._queued.append((command, fail))
+        else:
+            command()
+
+    def _publish(self, kind: str, what: Any) -> None:
+        """Append to the news that all others read."""
+        self._news.append(json.dumps({"from": self.rank, kind: what}).encode())
+        self._connection.ring()
+
+    def _expire(self, meeting: Meeting) -> None:
+        if self.settled:
+            self._meetings.expire(meeting)
+        elif self._over is None:
+            meeting.fail(did_not_come(self.rank, meeting, [0]))
+
+    def _leave(self, notice: Mapping[str, Any]) -> None:
+        if self in self._connection.participants:
+            self._connection.participants.remove(self)
+        if self.settled:
+            self._publish("told", notice)
+            self._connection.look()  # ranks may be threads of one process, on one connection
+        self.lost("this rank has left the group")
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether something is pending, so that the store is polled more often."""
+        if not self.settled:
+            return True
+        expects = self.rank == 0 and self._rendezvous.expects(self.world_size)
+        return bool(self._meetings.pending()) or self._news.has_gaps or expects
+
+    def look(self, rung: bool) -> None:
+        """Read new entries, if there are any, or some were not complete."""
+        try:
+            if rung or self._has_gaps():
+                self._look()
+        except ValueError as error:
+            self._connection.participants.remove(self)
+            reason = f"the group's store holds invalid data ({error})"
+            if self.lost(reason):
+                log.warning("gradwire: rank %d: %s", self.rank, reason)
+
+    def _has_gaps(self) -> bool:
+        if not self.settled:
+            return False
+        gaps = self.rank == 0 and self._rendezvous.has_gaps
+        return self._news.has_gaps or self._meetings.must_poll or gaps
+
+    def _look(self) -> None:
+        if not self.settled:
+            space = self._rendezvous.find()
+            if space is None:
+                return
+            self._settle(space)
+        if self.rank == 0 and self._rendezvous.answer():
+            self._connection.ring()
+        for entry in self._news.new():
+            self._read(entry)
+        self._meetings.look()
+
+    def _read(self, entry: bytes) -> None:
+        try:
+            news = json.loads(entry)
+            sender = news["from"]
+            if type(sender) is not int or not 0 <= sender < self.world_size:
+                raise ValueError
+            if sender == self.rank:
+                return
+            if isinstance(notice := news.get("told"), dict):
+                self._channel.post(partial(self._deliver, sender, notice))
+            elif isinstance(key := news.get("met"), str):
+                self._meetings.complete(key)
+            elif isinstance(key := news.get("differs"), str):
+                self._meetings.differ(key, sender)
+            else:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._garbled(entry)
+
+    def _garbled(self, entry: bytes) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "gradwire: rank %d ignores entries in the group's store that it cannot parse; "
+                "another program writes there (this warning appears once): %r",
+                self.rank,
+                entry[:80],
+            )
+
+    def lost(self, reason: str) -> bool:
+        """Fail what is pending, and drop the store; whether anything was pending."""
+        self._over = self._over or reason
+        fails = [fail for _, fail in self._queued if fail is not None]
+        self._queued.clear()
+        if self.settled:
+            fails += [meeting.fail for meeting in self._meetings.pending()]
+            self.settled = False
+        for held in ("_rendezvous", "_space", "_news", "_meetings"):
+            vars(self).pop(held, None)  # they hold the store
+        if self._processes is not None:
+            self._processes.drop()
+        for fail in fails:
+            fail(self._error(reason))
+        return bool(fails)
+
     # ----
 
-    def _hear(self, sender: int, notice: Mapping[str, Any]) -> None:
-        self._channel.post(lambda: self._deliver(sender, notice))
-
-    def _pending(self, what: str) -> PendingResult[Any]:
-        self._channel.check_process()
-
-        def late(pending: PendingResult[Any]) -> None:
-            self._connection.submit(lambda: self._part.expire(pending))
-
-        pending: PendingResult[Any] = PendingResult(
-            self._channel.post, self.timeout, self.rank, what, late, _NAMING_S, self._shown
-        )
-
-        def opened() -> None:
-            self._open.append(pending)
-            if self._broken is not None:
-                pending.fail_here(self._broken)
-
-        self._channel.watch(pending)
-        self._channel.post(opened)
-        return pending
+    def _error(self, reason: str) -> TransportError:
+        return TransportError(f"rank {self.rank}: {reason}")
 
     def _shown(self, error: E) -> E:
         return in_global_ranks(error, self.ranks)
 
-    def _submit(self, command: Callable[[], None], fail: Fail | None) -> None:
+    def _submit(self, command: Callable[[], None], fail: Fail | None = None) -> None:
         submitted = not self._left and self._connection.submit(
-            lambda: self._part.when_settled(command, fail)
+            partial(self._when_settled, command, fail)
         )
         if not submitted and fail is not None:
             fail(TransportError(f"rank {self.rank} has left the group"))

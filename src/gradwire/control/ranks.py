@@ -38,7 +38,7 @@ class Ranks:
     Args:
         members: this rank's memberships, such as that of shards and then that of replicas; None: a
             group of one rank.
-        key: of all that they tell; the same on all ranks.
+        key: of all that they tell, the same on all ranks of a group; or one for each group.
         check: of the groups: called a few times per second while this rank waits; what it raises
             ends the wait.
         fail: called, on the thread that waits, with a TransportError that ends the wait. A rank
@@ -52,26 +52,28 @@ class Ranks:
     def __init__(
         self,
         members: Sequence[Member | None],
-        key: str,
+        key: str | Sequence[str],
         check: Callable[[], None] = _nothing,
         fail: Callable[[TransportError], None] = _nothing,
     ) -> None:
-        self._members = [member for member in members if member is not None]
-        self._key, self._check, self._fail = key, check, fail
+        keys = [key] * len(members) if isinstance(key, str) else key
+        every = zip(members, keys, strict=True)
+        self._members = [(member, key) for member, key in every if member is not None]
+        self._check, self._fail = check, fail
         self.size, self.rank = 1, 0
-        for member in self._members:
+        for member, _ in self._members:
             self.rank += member.rank * self.size
             self.size *= member.world_size
 
-    def tell(self, key: str, value: Any) -> Pending[list[Any]]:
+    def tell(self, key: str, value: Any) -> PendingResult[list[Any]]:
         """What all ranks tell, by rank.
 
         Args:
             value: for JSON, at most 4 MiB in all that a rank tells in a group.
         """
-        return Pending(self._told(self._named(key), value), self._check, self._fail)
+        return PendingResult(self._told(self._named(key), value), self._check, self._fail)
 
-    def agree(self, key: str, what: str, lines: Sequence[str]) -> Pending[int]:
+    def agree(self, key: str, what: str, lines: Sequence[str]) -> PendingResult[int]:
         """Verify that all ranks hold the same lines; see `Member.agree`.
 
         Args:
@@ -81,11 +83,12 @@ class Ranks:
             The digest in the first group. Where two ranks of a group differ, all ranks of it, and
             of the groups after it, get a ConfigError with the first difference, and who holds what.
         """
-        return Pending(self._agreed(self._named(key), what, lines), self._check, self._fail)
+        return PendingResult(self._agreed(self._named(key), what, lines), self._check, self._fail)
 
     def _named(self, key: str) -> list[tuple[Member, str]]:
         """The memberships, and the name of the next use of a key in each."""
-        return [(member, member.counted(f"{self._key}/{key}")) for member in self._members]
+        names = [(member, f"{of}/{key}" if of else key) for member, of in self._members]
+        return [(member, member.counted(name)) for member, name in names]
 
     def _told(self, named: list[tuple[Member, str]], value: Any) -> Steps[list[Any]]:
         text = json.dumps([value] if not named else value).encode()
@@ -116,7 +119,7 @@ class Ranks:
         return numbers[0]
 
 
-class Pending(Generic[T]):
+class PendingResult(Generic[T]):
     """What ranks will have told, or agreed on.
 
     Args:

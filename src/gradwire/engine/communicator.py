@@ -6,7 +6,6 @@ worker thread. Ranks may open several groups in different orders.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -20,21 +19,20 @@ import torch
 import torch.distributed as dist
 
 from gradwire import control
-from gradwire.control import Member
+from gradwire.control import Member, Ranks
 from gradwire.engine.in_flight import InFlight
 from gradwire.engine.owner import Owner
 from gradwire.engine.pool import Pools
 from gradwire.engine.process import Engine
 from gradwire.engine.stream_driver import StreamDriver
 from gradwire.engine.tag_ranges import TagRanges
-from gradwire.engine.topology import RankInfo, Topology
+from gradwire.engine.topology import Topology, facts
 from gradwire.engine.watchdog import Watchdog
 from gradwire.engine.workers import ending
 from gradwire.errors import GradwireError, TransportError, again, in_global_ranks
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
 from gradwire.transport.torch_p2p import destroyed
-from gradwire.waiting import result_of
 
 log = logging.getLogger("gradwire")
 
@@ -109,7 +107,6 @@ class Communicator:
         self._lock = threading.Lock()
         self._opening = threading.RLock()
         self._is_opening = False
-        self._agreements = itertools.count()
         self._topology: Topology | None = None
         self.in_flight = InFlight(engine.workers, lambda: self.transport, self.fail)
         self.pools = Pools(lambda: self.transport.store)
@@ -128,6 +125,7 @@ class Communicator:
                 info.store, self.rank, self.world_size, self.timeout, self.watchdog
             )
             self.member.ranks = self.ranks
+        self._ranks = Ranks([self.member], "", fail=self.fail)
 
     def count(self) -> int:
         """Number a call without a given step; all ranks make the same calls, so they agree."""
@@ -177,8 +175,8 @@ class Communicator:
         """
         with self._opening:
             if self._topology is None:
-                mine = RankInfo.here(self.transport.in_memory)
-                self._topology = Topology.of(self.rank, self.exchange("topology", mine))
+                told = self._ranks.tell("topology", facts(self.transport.in_memory)).result()
+                self._topology = Topology.of(self.rank, told)
                 if self.member is not None:
                     self.member.ended()  # reads of all processes, while the store answers
             return self._topology
@@ -193,14 +191,7 @@ class Communicator:
         """Whether rounds of some device already run in stream order."""
         return any(stream is not None for stream in list(self._streams.values()))
 
-    def exchange(self, key: str, info: RankInfo) -> list[RankInfo]:
-        """Every rank's info, in rank order; `key` is used once."""
-        if self.member is None:
-            return [info]
-        told = result_of(self.member.exchange(key, info.pack()))
-        return [RankInfo.unpack(b) for b in told]
-
-    def agree(self, what: str, description: list[str]) -> int:
+    def agree(self, what: str, description: Sequence[str]) -> int:
         """Verify that every rank holds the same `description`; all ranks call in the same order.
 
         Returns:
@@ -208,24 +199,16 @@ class Communicator:
 
         Raises:
             ConfigError: on every rank; names the first line that differs and its value per rank.
-            TransportError: a peer did not answer.
+            TransportError: a peer did not answer; the group is broken, since ranks that come later
+                would take the next agreement for this one.
         """
-        try:
-            key = f"group {next(self._agreements)}"
-            return result_of(self.agreement(key, what, description))
-        except TransportError as error:
-            self.fail(error)  # ranks that come later would take the next agreement for this one
-            raise
+        self.check()
+        return self._ranks.agree("agreement", what, description).result()
 
     def tell_all(self, what: str, mine: bytes) -> list[bytes]:
-        """What every rank tells, in rank order; all ranks call it, and `agree`, in the same order.
-
-        Raises:
-            TransportError: a peer did not answer.
-        """
-        if self.member is None:
-            return [mine]
-        return result_of(self.member.exchange(f"{what} ({next(self._agreements)})", mine))
+        """What every rank tells, ASCII, in rank order; it goes once states are told by `Ranks`."""
+        told = self._ranks.tell(what, mine.decode()).result()
+        return [one.encode() for one in told]
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Agreements over several process groups, one after the other.
 
 A rank that fails in one group does not come to the next, where ranks that share no group with the
-cause wait for it. So a difference is carried on into the later groups, and a failure breaks all.
+cause wait for it: so a failure breaks all groups.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from gradwire.control import Ranks
 from gradwire.engine.communicator import Communicator
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import TransportError
 
 
 @contextmanager
@@ -27,59 +27,27 @@ def failing_together(comms: Sequence[Communicator]) -> Iterator[None]:
 
 def ranks_of(
     comms: Sequence[Communicator],
-    key: str = "group",
-    check: Callable[[], None] | None = None,
+    key: str | Sequence[str] = "",
+    check: Callable[[], None] = lambda: None,
     breaks: bool = True,
 ) -> Ranks:
     """All ranks of these groups.
 
     Args:
-        key: of what they tell, the same on all ranks.
-        check: called while this rank waits, in place of the groups' checks.
+        key: of what they tell, the same on all ranks; or one for each group.
+        check: called while this rank waits; what it raises ends the wait. Where a group breaks, a
+            wait in it ends by itself.
         breaks: whether a TransportError, of a peer that did not come for example, breaks all of the
             groups: what all ranks call at one place. Else it ends the wait alone.
     """
-
-    def check_all() -> None:
-        for comm in comms:
-            comm.check()
 
     def fail_all(error: TransportError) -> None:
         for comm in comms if breaks else ():
             comm.fail(error)
 
-    return Ranks([comm.member for comm in comms], key, check or check_all, fail_all)
+    return Ranks([comm.member for comm in comms], key, check, fail_all)
 
 
-def agree_over(comms: Sequence[Communicator], what: str, description: list[str]) -> None:
-    """Verify that all ranks of all groups hold the same description.
-
-    Raises:
-        ConfigError: on every rank; see `Communicator.agree`.
-        TransportError: a peer did not answer; the groups are broken.
-    """
-    error: ConfigError | None = None
-    with failing_together(comms):
-        for comm in comms:
-            try:
-                comm.agree(what, description)
-            except ConfigError as found:
-                error = error or found
-                description = ["(differs between ranks)"]
-    if error is not None:
-        raise error
-
-
-def greatest_told(comms: Sequence[Communicator], what: str, mine: str) -> str:
-    """The greatest of the texts that all ranks tell.
-
-    Args:
-        comms: which each rank asks in turn, so that what one has learned reaches the next.
-
-    Raises:
-        TransportError: as `agree_over`.
-    """
-    with failing_together(comms):
-        for comm in comms:
-            mine = max(text.decode() for text in comm.tell_all(what, mine.encode()))
-    return mine
+def agree_over(comms: Sequence[Communicator], what: str, description: Sequence[str]) -> None:
+    """Verify that all ranks of all groups hold the same description; see `Ranks.agree`."""
+    ranks_of(comms).agree("agreement", what, description).result()

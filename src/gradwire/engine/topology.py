@@ -5,40 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-_FACTS = struct.Struct("<32sI?")
+Facts = tuple[Hashable, int, bool]
 
 
-@dataclass(frozen=True)
-class RankInfo:
-    """What a rank tells all others when a group opens.
-
-    Attributes:
-        host: digest of its host name.
-        local: how many ranks its machine has; 0: unknown.
-        in_memory: whether all its messages stay in its machine's memory.
-    """
-
-    host: bytes
-    local: int
-    in_memory: bool
-
-    @classmethod
-    def here(cls, in_memory: bool) -> RankInfo:
-        """This rank's info."""
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        host = hashlib.blake2b(socket.gethostname().encode(), digest_size=32).digest()
-        return cls(host, int(local) if local.isdecimal() else 0, in_memory)
-
-    def pack(self) -> bytes:
-        return _FACTS.pack(self.host, self.local, self.in_memory)
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> RankInfo:
-        return cls(*_FACTS.unpack(packed))
+def facts(in_memory: bool) -> Facts:
+    """What this rank tells all others when a group opens: the digest of its host name, how many
+    ranks its machine has (0: unknown), and whether all its messages stay in its memory."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=32).hexdigest()
+    return host, int(local) if local.isdecimal() else 0, in_memory
 
 
 @dataclass(frozen=True)
@@ -57,20 +35,20 @@ class Topology:
     in_memory: bool = False
 
     @classmethod
-    def of(cls, rank: int, infos: Sequence[RankInfo]) -> Topology:
-        """The topology, from every rank's info in rank order."""
-        machines = numbered([(f.host, f.local) for f in infos])
-        return cls(rank, len(infos), machines, all(f.in_memory for f in infos))
+    def of(cls, rank: int, told: Sequence[Facts]) -> Topology:
+        """The topology, from every rank's `facts` in rank order."""
+        machines = numbered([(host, local) for host, local, _ in told])
+        return cls(rank, len(told), machines, all(in_memory for *_, in_memory in told))
 
 
-def numbered(ranks: Sequence[tuple[bytes, int]]) -> tuple[int, ...]:
+def numbered(ranks: Sequence[tuple[Hashable, int]]) -> tuple[int, ...]:
     """The machine of each rank, from its (host, number of ranks on its machine or 0: unknown).
 
     Machines that were copied from one image may share a host name: a host name with more ranks than
     a machine has counts as several machines, in the order of ranks.
     """
-    seen: dict[bytes, int] = {}
-    found: dict[tuple[bytes, int], int] = {}
+    seen: dict[Hashable, int] = {}
+    found: dict[tuple[Hashable, int], int] = {}
     machines = []
     for host, local in ranks:
         before = seen.get(host, 0)

@@ -24,7 +24,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Dense
-from gradwire.control import Pending
+from gradwire.control import PendingResult
 from gradwire.controllers.flexible import (
     DENSITIES,
     Candidate,
@@ -213,7 +213,7 @@ class Flexible:
         gain: float | None = None  # since the last change of plan
         links: Links | None = None
         update: Update | None = None  # not in force yet
-        asked: Pending[list[Any]] | None = None  # what ranks told at the last check
+        asked: PendingResult[list[Any]] | None = None  # what ranks told at the last check
         while True:
             yield True
             if update is not None:
@@ -289,7 +289,7 @@ class Flexible:
             codecs={exactly(p.name): method for p in self._sent}, algorithm=algorithm
         )
 
-    def _tell(self, mine: dict[str, Any]) -> Pending[list[Any]]:
+    def _tell(self, mine: dict[str, Any]) -> PendingResult[list[Any]]:
         return ranks_of([self._comm], self._owner.key, breaks=False).tell("flexible", mine)
 
     def _note(self, line: str) -> None:

@@ -12,7 +12,7 @@ from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.decide.auto import Automatic
 from gradwire.decide.policy import Adaptation
-from gradwire.engine import failing_together
+from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError, or_misspelt
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.learning import SMALLEST
@@ -25,7 +25,6 @@ from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.files import PlanFile
 from gradwire.planner.weights import Weights
-from gradwire.waiting import result_of
 
 
 class _Unchanged:
@@ -391,25 +390,21 @@ class Handle(Saved):
         adaptation = on.adaptation
         passes = 0 if adaptation is None else adaptation.passes
         now = max(m.step for m in self._members.values()), self.plan.version, passes
-        with failing_together(on.comms()):
-            for owner in on.owners:
-                owner.comm.check()
-                if owner.comm.member is not None:
-                    mine = b"%d %d %d" % now
-                    told = result_of(owner.comm.member.exchange(f"{owner.key}/recovery", mine))
-                    steps, versions, begun = zip(
-                        *(map(int, of.split()) for of in told), strict=True
-                    )
-                    now = max(steps), max(versions), max(begun)
+        comms = [owner.comm for owner in on.owners]
+        for comm in comms:
+            comm.check()
+        told = ranks_of(comms, [owner.key for owner in on.owners]).tell("recovery", now).result()
+        step, version, passes = map(max, zip(*told, strict=True))
         for member in self._members.values():
-            member.step = now[0]  # equal on all ranks, and random numbers that were not drawn yet
-        plan = on.switch.prepared(now[1])  # some ranks may have adopted it, so all have prepared it
+            member.step = step  # equal on all ranks, and random numbers that were not drawn yet
+        # Some ranks may have adopted it, so all have prepared it.
+        plan = on.switch.prepared(version)
         self.detach()
         self._reductions = self._install(plan)
         self._reductions.adopt()
         self._reductions.decisions = on.decisions
         if adaptation is not None:
-            self._reductions.adapt(adaptation.policy, adaptation.replan, adaptation, now[2])
+            self._reductions.adapt(adaptation.policy, adaptation.replan, adaptation, passes)
 
     def detach(self) -> None:
         """Give the module its own synchronisation back: under DDP plain averages, from the end of

@@ -49,10 +49,7 @@ def alike(owner: Owner, name: str, contents: Callable[[], Sequence[K]]) -> Seque
     Args:
         name: of the exchange, unique.
     """
-    member = owner.comm.member
-    if member is None:
-        return contents()
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         mine = contents()
         text = [
             f"{m.name}: {numel}"
@@ -60,8 +57,7 @@ def alike(owner: Owner, name: str, contents: Callable[[], Sequence[K]]) -> Seque
             for m, numel in zip(c.members, c.lengths, strict=True)
         ]
         number = digest(len(mine), "buckets", text)
-        found = member.exchange(f"{name}/buckets {attempt}", f"{number:x}".encode()).result()
-        if len(set(found)) == 1:
+        if len(set(owner.ranks.tell(f"{name}/buckets", number).result())) == 1:
             return mine
         time.sleep(_PAUSE_S)
     return ()

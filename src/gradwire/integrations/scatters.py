@@ -8,7 +8,6 @@ integrations/gathered.py. A pass begins with the first reduce-scatter of a backw
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from gradwire.aggregators import Attached
 from gradwire.collectives import Collective, Item, Operation, prepare, start_round
 from gradwire.collectives.legal import uncompressed
 from gradwire.decide.tables import Place
-from gradwire.engine import Communicator, Outcome, Owner
+from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, Forward, running
@@ -36,7 +35,6 @@ from gradwire.integrations.summary import Expected, expected_scatter
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.planner import Levels, Plan, Rules, WeightRules
-from gradwire.planner.links import exchanged
 from gradwire.planner.weights import all_in_blocks
 from gradwire.waiting import result_of
 
@@ -84,7 +82,6 @@ class Scatters(Reductions):
         self._records = {name: parameter for parameter, name in trained.names.items()}
         self._pass = running()
         self._begun: set[int] = set()  # what has reduced in this pass
-        self._interruptions = 0
         self._in_shards: int | None = None  # the least version among ranks that share a replica
         # Whether a scatter of the pass before, and of this one, told it to all of these.
         self._told = self._tells = False
@@ -169,14 +166,11 @@ class Scatters(Reductions):
         """
         if self.owner.interrupted is None:
             return
-        self._interruptions += 1
-        owners, alike = self.all_owners(), True
-        for comm in self.comms():
-            issued = [owner.core.issued for owner in owners if owner.comm is comm]
-            key = f"{self.owner.key}/interrupted {self._interruptions}"
-            every = exchanged(comm, key, json.dumps(issued), self._check_owners)
-            alike &= all(json.loads(one) == issued for one in every)
-        if not alike:
+        owners = self.all_owners()
+        ranks = ranks_of(self.comms(), self.owner.key, self._check_owners, breaks=False)
+        issued = [owner.core.issued for owner in owners]
+        every = ranks.tell("interrupted", issued).result()
+        if any(one != issued for one in every):
             self.abandon(what="forward")
         self._check_owners()
         assert self.weights is not None

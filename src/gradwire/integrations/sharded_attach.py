@@ -17,7 +17,7 @@ from gradwire.collectives import Options
 from gradwire.controllers import Policy
 from gradwire.decide.replan import Replan
 from gradwire.decide.targets import targets_of
-from gradwire.engine import agree_over, greatest_told
+from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
@@ -80,9 +80,11 @@ class PlannedShards:
         plan = available(plan, self._planned, device, comms, adaptive)
         if plan.weights is not None and plan.weights.keep is None:
             none = "" if payloads_fit(self.trained, plan) else "none"
-            keep = greatest_told(comms, "whether payloads of weights fit", none) or "payload"
+            fit = ranks_of(comms).tell("whether payloads of weights fit", none).result()
+            keep = max(fit) or "payload"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
-        agree_over(comms, "the call of gw.attach", [*agreed, *plan.describe()])
+        agreed += plan.describe()
+        ranks_of(comms).agree("agreement", "the call of gw.attach", agreed).result()
         warn_of_bias(plan, groups.size, call)
         members = members_of(plan, seed, groups.rank, count)
         name = comms[0].handle_name(original(self.model), plan.parameters[0].name)

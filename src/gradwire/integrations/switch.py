@@ -25,10 +25,9 @@ from dataclasses import replace
 
 from gradwire.collectives import Collective
 from gradwire.decide.scripts import CLOSING_S, Detached
-from gradwire.engine import Owner
-from gradwire.errors import ConfigError, already_global
+from gradwire.engine import Owner, ranks_of
+from gradwire.errors import ConfigError
 from gradwire.planner import Plan
-from gradwire.planner.links import awaited
 from gradwire.waiting import result_of, until
 
 log = logging.getLogger("gradwire")
@@ -210,24 +209,9 @@ class Switch:
             collective.prepared.reserve()
 
     def _agree(self, name: str, said: list[str]) -> None:
-        """Compare what ranks say, over one process group after the other. Ranks of the second tell
-        each other first what was refused in the first."""
-        refused: ConfigError | None = None
-        for owner in self._owners:
-            key, member = f"{owner.key}/{name}", owner.comm.member
-            if owner is not self._owners[0] and member is not None:
-                told = member.exchange(f"{key}, before", str(refused or "").encode())
-                lines = awaited(owner.comm, told, self._check)
-                line = next(filter(None, lines), None)
-                if refused is None and line is not None:
-                    refused = already_global(ConfigError(line.decode()), owner.comm.ranks)
-            if refused is None:
-                try:
-                    awaited(owner.comm, owner.comm.agreement(key, _WHAT, said), self._check)
-                except ConfigError as error:
-                    refused = error
-        if refused is not None:
-            raise refused
+        comms, keys = [o.comm for o in self._owners], [o.key for o in self._owners]
+        ranks = ranks_of(comms, keys, self._check, breaks=False)
+        ranks.agree(name, _WHAT, said).result()
 
     def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:
         """Refuse `plan`, on all ranks: its version gets the previous plan, and once it is in force,

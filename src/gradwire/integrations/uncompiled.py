@@ -18,7 +18,7 @@ from gradwire.controllers import Policy
 from gradwire.decide.auto import Auto
 from gradwire.decide.replan import Replan
 from gradwire.decide.targets import targets_of
-from gradwire.engine import Communicator, greatest_told
+from gradwire.engine import Communicator, ranks_of
 from gradwire.errors import ConfigError
 from gradwire.integrations.bias import warn_once
 from gradwire.lang import Codec
@@ -58,7 +58,7 @@ def available(
     rank = comms[0].ranks[comms[0].rank]
     mine = _NONE if told is None else f"{_LACKS}rank {rank}: {told}"
     mine = mine if refused is None else f"{_REFUSED}rank {rank}: {refused}"
-    found = greatest_told(comms, "compiled kernels", mine)
+    found = max(ranks_of(comms).tell("compiled kernels", mine).result())
     if refused is not None:
         raise refused
     if found.startswith(_REFUSED):

@@ -14,8 +14,6 @@ per byte are as they were known before the watch.
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import threading
 import time
@@ -25,7 +23,7 @@ from typing import Any
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError, TransportError
 from gradwire.planner.link_pair import LEAST_BETA, SMALL, Sample
-from gradwire.planner.links import Links, exchanged, tournament
+from gradwire.planner.links import Links, tournament
 from gradwire.planner.trips import Trips
 
 log = logging.getLogger("gradwire")
@@ -110,9 +108,9 @@ class LinkWatch:
         rounds = list(tournament(comm.world_size))
         found: list[Sample] = []
         rested = time.monotonic()  # from when on this rank may measure again
-        for meeting in itertools.count():
+        while True:
             told = {"stop": self._stop.is_set(), "rested": time.monotonic() >= rested}
-            every = self._met(meeting, {**told, "found": found})
+            every = self._met({**told, "found": found})
             if any(one["stop"] for one in every):
                 return
             found = []
@@ -133,14 +131,12 @@ class LinkWatch:
         while (left := end - time.monotonic()) > 0 and not self._stop.wait(min(left, _LOOK_S)):
             self._comm.check()
 
-    def _met(self, meeting: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def _met(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """What all ranks tell at a meeting; and count what they have found."""
-        comm, key = self._comm, f"{self._owner.key}/watch {meeting}"
+        comm, told = self._comm, self._owner.ranks.tell("watch", mine)
         if mine["stop"]:  # peers wait for this rank, which waits for none
-            assert comm.member is not None
-            comm.member.exchange(key, json.dumps(mine).encode())
             return [mine]
-        every = [json.loads(text) for text in exchanged(comm, key, json.dumps(mine))]
+        every = told.result()
         for one in every:
             for i, j, alpha, there, back in one["found"]:
                 self._kept[i, j].append((i, j, alpha, there, back))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gradwire.engine import Communicator
+from gradwire.engine import Communicator, ranks_of
 from gradwire.errors import ConfigError
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
@@ -179,12 +179,12 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
             return [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
 
         samples = awaited(comm, comm.workers.submit(measure))
-        every = exchanged(comm, f"{owner.key}/links", json.dumps(samples))
+        every = owner.ranks.tell("links", samples).result()
     except Exception as error:
         raise broken(comm, error) from error
     finally:
         comm.close_owner(owner)
-    return Links.of(comm.world_size, [tuple(one) for text in every for one in json.loads(text)])
+    return Links.of(comm.world_size, [tuple(one) for found in every for one in found])
 
 
 def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
@@ -212,12 +212,12 @@ def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
                 Trips(comm.transport, 0, tags).serve()
 
         awaited(comm, comm.workers.submit(measure))
-        every = exchanged(comm, f"{owner.key}/sends", json.dumps(list(found.items())))
+        every = owner.ranks.tell("sends", list(found.items())).result()
     except Exception as error:
         raise broken(comm, error) from error
     finally:
         comm.close_owner(owner)
-    return dict(json.loads(every[0]))
+    return dict(every[0])
 
 
 def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
@@ -234,27 +234,18 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
 def exchanged(
     comm: Communicator, key: str, mine: str, check: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Every rank's text, in rank order; `key` is used once.
-
-    Args:
-        check: called while it waits; what it raises ends that.
-
-    Raises:
-        TransportError: a peer did not come, or the group is broken.
-    """
-    assert comm.member is not None
-    pending = comm.member.exchange(key, mine.encode())
-    return [part.decode() for part in awaited(comm, pending, check)]
+    """Every rank's text, in rank order; it goes once decisions use `Ranks`."""
+    return ranks_of([comm], breaks=False).tell(key, mine).result(check)
 
 
 def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
-    """The result of an exchange, or of other work with peers.
+    """The result of work with peers.
 
     Args:
         check: called while it waits; what it raises ends the wait.
 
     Raises:
-        TransportError: as `exchanged`.
+        TransportError: a peer did not come, or the group is broken.
     """
     while True:
         try:

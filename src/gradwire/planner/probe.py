@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradwire import codecs as codec_table
 from gradwire.codecs import Cast, Identity
+from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.lang import Codec
 from gradwire.planner import kernel_costs
 from gradwire.planner.kernel_costs import Curve
-from gradwire.planner.links import MOST_SECONDS, SECONDS, Links, exchanged, measure_links
+from gradwire.planner.links import MOST_SECONDS, SECONDS, Links, measure_links
 
 
 @dataclass(frozen=True)
@@ -78,26 +79,20 @@ def probe(
         raise
     comm.agree("the call of gw.probe", [told])
     links = measure_links(comm, seconds)
-    told = ""
+    mine: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            costs = kernel_costs.measured(wanted, torch.get_num_threads())
-            told = json.dumps({"kernels": costs})
+            mine = {"kernels": kernel_costs.measured(wanted, torch.get_num_threads())}
         except Exception as error:  # other ranks wait for it
-            told = json.dumps({"failed": f"rank 0 cannot measure kernels: {error}"})
-    machines: Sequence[int] = (0,)
-    if comm.world_size > 1:
-        owner = comm.owner("probe")
-        told = exchanged(comm, f"{owner.key}/kernels", told)[0]
-        comm.close_owner(owner)
-        machines = comm.topology.machines
-    found = json.loads(told)
+            mine = {"failed": f"rank 0 cannot measure kernels: {error}"}
+    found = ranks_of([comm], "probe", breaks=False).tell("kernels", mine).result()[0]
     if "failed" in found:
         raise ConfigError(found["failed"])
     kernels = {
         codec: {k: tuple(c) for k, c in of.items()} for codec, of in found["kernels"].items()
     }
-    return Probe(links, tuple(machines), kernels)
+    machines = comm.topology.machines if comm.world_size > 1 else (0,)
+    return Probe(links, machines, kernels)
 
 
 def _known(names: Sequence[str], seconds: float) -> list[Codec]:
