@@ -40,6 +40,7 @@ from gradwire.integrations.state import merge_states
 from gradwire.integrations.summary import short
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.trainers.given import stand_in
+from gradwire.integrations.trainers.state import Compression, read, write
 from gradwire.integrations.turns import UNTIMED, PlanTurns
 from gradwire.integrations.weighing import MOST, priorities, together
 from gradwire.integrations.wrapped import original, plain_name, plain_names
