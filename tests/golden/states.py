@@ -148,16 +148,21 @@ class Job:
     def state(self) -> str:
         """A digest of this rank's state, without the plan's number."""
         state = {**self.handle.state_dict(), "plan": 0}
-        return hashlib.sha1(json.dumps(state, default=digest).encode()).hexdigest()[:16]
+        return digest(state)
 
     def end(self) -> str:
         """A digest of the weights, but for those whose gradients are sums of products."""
         self.train(SAVED, END)
         kept = {n: p for n, p in self.weights().items() if (self.form, n) != ("trainer", "wide")}
-        return hashlib.sha1(json.dumps(kept, default=digest).encode()).hexdigest()[:16]
+        return digest(kept)
 
 
-def digest(tensor: torch.Tensor) -> list[str]:
+def digest(of: Any) -> str:
+    text = json.dumps(of, default=_of_tensor, sort_keys=True)
+    return hashlib.sha1(text.encode()).hexdigest()[:16]
+
+
+def _of_tensor(tensor: torch.Tensor) -> list[str]:
     values = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype), str(tuple(tensor.shape)), hashlib.sha1(values).hexdigest()]
 
