@@ -7,7 +7,7 @@ from gradwire.integrations import (
     bias,
     deciding,
     flexible,
-    full_state,
+    formats,
     scatters,
     sharded_attach,
     torch_versions,
@@ -24,8 +24,8 @@ from gradwire.integrations.backend_settings import from_environment
 from gradwire.integrations.backward import in_backward
 from gradwire.integrations.choices import policy_of, targets_of
 from gradwire.integrations.deciding import Decider
+from gradwire.integrations.formats import StateGather
 from gradwire.integrations.fsdp import Piece
-from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.gather import Gather, Split
 from gradwire.integrations.hook import hook_state
 from gradwire.integrations.learning import SMALLEST
@@ -33,10 +33,10 @@ from gradwire.integrations.memory_checkpoint import MemoryCheckpoint
 from gradwire.integrations.metrics import Metrics, Sampler
 from gradwire.integrations.payloads import Payloads, _most
 from gradwire.integrations.replan import CHECKS
-from gradwire.integrations.saved import Saved, members_of
+from gradwire.integrations.sections import aggregators_section, steps_section
 from gradwire.integrations.serial import Serial
 from gradwire.integrations.sparse_methods import ALGORITHMS, method_of, selected_from
-from gradwire.integrations.state import merge_states
+from gradwire.integrations.state import Saved, Section, members_of
 from gradwire.integrations.summary import short
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.trainers.given import stand_in

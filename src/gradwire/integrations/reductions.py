@@ -19,8 +19,10 @@ from gradwire.collectives import Collective, Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError, TransportError
-from gradwire.integrations.bias import warn_of_bias, warn_user
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.metrics import Metrics
+from gradwire.integrations.sections import UNSHARDED
+from gradwire.integrations.state import Section
 from gradwire.integrations.summary import Expected
 from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from gradwire.integrations.adaptation import Adaptation
     from gradwire.integrations.automatic import Automatic
 
-State = Mapping[str, Any]
 _TOTALS = ("steps", "calls", "wire_bytes", "raw_bytes", "kernel_calls")
 _SECONDS = ("seconds", "exposed_seconds", "kernel_seconds")
 
@@ -54,6 +55,8 @@ class Reductions:
 
     what: ClassVar[str]  # is attached, in words
     after_error = ""  # what to do after an exception in backward
+    sharding = UNSHARDED
+    idle = False  # whether no gradient is given to members
 
     def __init__(
         self, plan: Plan, members: Mapping[str, Attached], owners: Sequence[Owner], ranks: int
@@ -243,23 +246,9 @@ class Reductions:
         """Bytes of a step."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any]:
-        """What a rank saves of it."""
-        return {}
-
-    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
-        """Check the states of one or all ranks of a saved job, and change nothing; see
-        `Saved._loading`."""
-        return _nothing
-
-    def drop_residuals(self, merged: dict[str, Any]) -> None:
-        """Of a state to be loaded, in a single process that is not given any gradient."""
-        if any(merged["aggregators"].values()):
-            warn_user(
-                "load_state_dict: a single process reduces nothing on a plain module or under "
-                "FSDP2, so the residuals of this state are dropped"
-            )
-            merged["aggregators"] = {}
+    def sections(self) -> list[Section]:
+        """What only one kind of module saves."""
+        return []
 
     def remove(self) -> None:
         """Give the module its own collectives back."""
@@ -292,7 +281,3 @@ def with_options(plan: Plan, options: Options | None, algorithm: str | None) -> 
 def version_values(version: int, device: torch.device) -> torch.Tensor:
     """A plan version, to be reduced to the least of all ranks."""
     return torch.tensor([version], dtype=torch.int32, device=device)
-
-
-def _nothing() -> None:
-    pass

@@ -20,13 +20,11 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.choices import targets_of
+from gradwire.integrations.formats import StateGather
 from gradwire.integrations.fsdp import Groups, gather_group, process_groups
-from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.policies import adapt
 from gradwire.integrations.replan import Replan
-from gradwire.integrations.residual_layout import ResidualLayout
-from gradwire.integrations.saved import members_of
 from gradwire.integrations.scatters import Scatters
 from gradwire.integrations.sharded_plan import (
     Trained,
@@ -35,6 +33,7 @@ from gradwire.integrations.sharded_plan import (
     make_sharded_plan,
     trained_of,
 )
+from gradwire.integrations.state import members_of
 from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import original
 from gradwire.lang import layout
@@ -92,11 +91,10 @@ class PlannedShards:
             return Scatters(self.model, self.trained, plan, members, seed, f"the sharded {name}")
 
         gather = StateGather(process_groups(self.trained.records[0]).all)
-        residuals = ResidualLayout(groups.shards, self.trained.dims())
         scatters = install(plan)
         if adaptive is not None and not plan.rules.uncompiled:
             adapt(scatters, *adaptive)
-        return Handle(scatters, seed, groups.rank, gather, residuals, install)
+        return Handle(scatters, seed, groups.rank, gather, install)
 
     def _planned(self, rules: Rules) -> Plan:
         of, plan = self.trained, self.plan
