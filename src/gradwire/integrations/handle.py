@@ -19,7 +19,12 @@ from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
 from gradwire.integrations.policies import adapt, refuse_update
 from gradwire.integrations.reductions import Reductions, with_options
-from gradwire.integrations.sections import aggregators_section, policy_section, steps_section
+from gradwire.integrations.sections import (
+    aggregators_section,
+    policy_section,
+    sharding_section,
+    steps_section,
+)
 from gradwire.integrations.state import Saved, Section
 from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
@@ -383,6 +388,7 @@ class Handle(Saved):
         on = self._reductions
         return [
             policy_section(self.adaptation, loads=not self.takes_any_plan()),
+            sharding_section(on.sharding),
             steps_section(self._members, lambda: self.plan, self._seed, self._seeded),
             aggregators_section(self._members, on.sharding, on.idle),
             *on.sections(),

@@ -1,6 +1,7 @@
 """The sections of a handle's state.
 
 policy       what it remembers, and the methods that it chose: rank 0's (adaptation.py)
+sharding     how FSDP2 shards the module
 steps        steps, seed and facts of parameters; equal on all ranks
 aggregators  the tensors of each parameter's method, which declares how ranks share them
 levels       learned ones; equal on all ranks (scatters.py)
@@ -132,7 +133,7 @@ def _same_method(there: object, here: object) -> bool:
     return meaning(str(there)) == meaning(str(here))
 
 
-# ---- the state of aggregators
+# ---- shards
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,68 @@ class Sharding:
 UNSHARDED = Sharding()
 
 
+def sharding_section(sharding: Sharding) -> Section:
+    """Of how residuals are sharded: whether they can be loaded."""
+
+    def save() -> dict[str, Any]:
+        if not sharding.shards:
+            return {}
+        return {"shards": sharding.shards, "dims": dict(sharding.dims)}
+
+    def loading(job: SavedJob) -> Callable[[], None]:
+        for state in job.states:
+            _check_sharding(state, sharding, job.world_size)
+        return nothing
+
+    return Section(save, loading, ("shards", "dims"))
+
+
+def _check_sharding(state: State, sharding: Sharding, world_size: int) -> None:
+    """Check that residuals of a state can be loaded by `world_size` ranks in this sharding.
+
+    With replicas, the own shard's values in a residual have the weight of all shards. So they
+    are of use only where the same shard is on the same rank.
+
+    Raises:
+        ConfigError: they cannot, or the state does not tell its layout.
+    """
+    size, shards, dims = state["world_size"], state.get("shards"), state.get("dims", {})
+    if "shards" in state and not (
+        type(shards) is int
+        and 0 < shards <= size
+        and size % shards == 0
+        and isinstance(state.get("dims"), Mapping)
+    ):
+        raise ConfigError(
+            f"load_state_dict: the state has {shards!r:.60} for 'shards' and "
+            f"{state.get('dims')!r:.60} for 'dims': it is not a result of Handle.state_dict"
+        )
+    own = sharding.shards or None
+    here, there = (world_size, own), (size, shards)
+    if not any(map(_has_replicas, (here, there))) or not state["aggregators"]:
+        return
+    if here != there or dict(dims) != dict(sharding.dims):
+        sharded = "" if here != there else ", sharded in other dimensions"
+        raise ConfigError(
+            f"load_state_dict: this state is of {size} ranks {_in_shards(shards)}; this group "
+            f"has {world_size} {_in_shards(own)}{sharded}: residuals of replicas "
+            "(HSDP) cannot be moved; load it with an empty 'aggregators' to start from zero "
+            "residuals"
+        )
+
+
+def _has_replicas(of: tuple[int, int | None]) -> bool:
+    world_size, shards = of
+    return shards not in (None, world_size)
+
+
+def _in_shards(shards: int | None) -> str:
+    return "under DDP" if shards is None else f"in {shards} shards"
+
+
+# ---- the state of aggregators
+
+
 def aggregators_section(
     members: Mapping[str, Attached], sharding: Sharding = UNSHARDED, idle: bool = False
 ) -> Section:
@@ -201,14 +264,11 @@ def aggregators_section(
             for name, member in members.items()
             if member.state
         }
-        if not sharding.shards:
-            return {"aggregators": kept}
-        return {"aggregators": kept, "shards": sharding.shards, "dims": dict(sharding.dims)}
+        return {"aggregators": kept}
 
     def loading(job: SavedJob) -> Callable[[], None]:
         plan = {p.name: p for p in job.plan.parameters}
         for state in job.states:
-            _check_sharding(state, sharding, job.world_size)
             for name in state["aggregators"]:
                 for key in () if name in plan else _of(state, name):
                     raise _undeclared(key, name, None, ())
@@ -235,7 +295,7 @@ def aggregators_section(
 
         return load
 
-    return Section(save, loading, ("shards", "dims"))
+    return Section(save, loading)
 
 
 def _declared(p: ParameterPlan, job: SavedJob) -> dict[str, StateSpec]:
@@ -302,49 +362,6 @@ def _check_tensor(what: str, tensor: object, shape: tuple[int, ...], dtype: torc
             raise ConfigError(f"load_state_dict: the {what} has {quality} {found}, not {wanted}")
     if not tensor.is_contiguous():
         raise ConfigError(f"load_state_dict: the {what} is not contiguous")
-
-
-def _check_sharding(state: State, sharding: Sharding, world_size: int) -> None:
-    """Check that residuals of a state can be loaded by `world_size` ranks in this sharding.
-
-    With replicas, the own shard's values in a residual have the weight of all shards. So they
-    are of use only where the same shard is on the same rank.
-
-    Raises:
-        ConfigError: they cannot, or the state does not tell its layout.
-    """
-    size, shards, dims = state["world_size"], state.get("shards"), state.get("dims", {})
-    if "shards" in state and not (
-        type(shards) is int
-        and 0 < shards <= size
-        and size % shards == 0
-        and isinstance(state.get("dims"), Mapping)
-    ):
-        raise ConfigError(
-            f"load_state_dict: the state has {shards!r:.60} for 'shards' and "
-            f"{state.get('dims')!r:.60} for 'dims': it is not a result of Handle.state_dict"
-        )
-    own = sharding.shards or None
-    here, there = (world_size, own), (size, shards)
-    if not any(map(_has_replicas, (here, there))) or not state["aggregators"]:
-        return
-    if here != there or dict(dims) != dict(sharding.dims):
-        sharded = "" if here != there else ", sharded in other dimensions"
-        raise ConfigError(
-            f"load_state_dict: this state is of {size} ranks {_in_shards(shards)}; this group "
-            f"has {world_size} {_in_shards(own)}{sharded}: residuals of replicas "
-            "(HSDP) cannot be moved; load it with an empty 'aggregators' to start from zero "
-            "residuals"
-        )
-
-
-def _has_replicas(of: tuple[int, int | None]) -> bool:
-    world_size, shards = of
-    return shards not in (None, world_size)
-
-
-def _in_shards(shards: int | None) -> str:
-    return "under DDP" if shards is None else f"in {shards} shards"
 
 
 # ---- FSDP2's weights
