@@ -34,7 +34,7 @@ from gradwire.engine import Communicator
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.transport import Hub
 from ranks import as_threads
-from rooms.integrations import Saved, Section, aggregators_section, steps_section
+from rooms.integrations import Saved, StateSection, aggregators_section, steps_section
 
 SHAPES: list[Shape] = [(20, 30), (9,), (7, 5), (33, 17), (2, 3), (8, 3, 3, 3)]
 
@@ -119,7 +119,7 @@ class Rank(Saved):
     def takes_any_plan(self) -> bool:
         return False
 
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[StateSection]:
         seeded = partial(setattr, self, "_seed")
         return [
             steps_section(self._members, lambda: self.plan, self._seed, seeded),

@@ -36,7 +36,7 @@ from gradwire.integrations.replan import CHECKS
 from gradwire.integrations.sections import aggregators_section, steps_section
 from gradwire.integrations.serial import Serial
 from gradwire.integrations.sparse_methods import ALGORITHMS, method_of, selected_from
-from gradwire.integrations.state import Saved, Section, members_of
+from gradwire.integrations.state import Saved, StateSection, members_of
 from gradwire.integrations.summary import short
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.trainers.given import stand_in

@@ -25,7 +25,7 @@ from gradwire.integrations.sections import (
     sharding_section,
     steps_section,
 )
-from gradwire.integrations.state import Saved, Section
+from gradwire.integrations.state import Saved, StateSection
 from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
@@ -384,7 +384,7 @@ class Handle(Saved):
 
     # ---- state
 
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[StateSection]:
         on = self._reductions
         return [
             policy_section(self.adaptation, loads=not self.takes_any_plan()),

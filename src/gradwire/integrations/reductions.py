@@ -21,8 +21,7 @@ from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.metrics import Metrics
-from gradwire.integrations.sections import UNSHARDED
-from gradwire.integrations.state import Section
+from gradwire.integrations.state import UNSHARDED, StateSection
 from gradwire.integrations.summary import Expected
 from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules
@@ -246,7 +245,7 @@ class Reductions:
         """Bytes of a step."""
         raise NotImplementedError
 
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[StateSection]:
         """What only one kind of module saves."""
         return []
 

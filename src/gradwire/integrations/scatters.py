@@ -29,9 +29,9 @@ from gradwire.integrations.learning import learned, wanted
 from gradwire.integrations.reductions import Reductions, version_values
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.scatter import Replicas, Scatter
-from gradwire.integrations.sections import Sharding, weights_section
+from gradwire.integrations.sections import weights_section
 from gradwire.integrations.sharded_plan import Trained, check_nodes, make_sharded_plan, options_for
-from gradwire.integrations.state import SavedJob, Section
+from gradwire.integrations.state import SavedJob, Sharding, StateSection
 from gradwire.integrations.summary import Expected, expected_scatter
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -405,7 +405,7 @@ class Scatters(Reductions):
 
     # ---- state
 
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[StateSection]:
         def save() -> dict[str, Any]:
             levels = self.switch.plan.levels
             return {} if levels == Levels() else {"levels": levels.state()}
@@ -414,7 +414,7 @@ class Scatters(Reductions):
             levels = Levels.of(job.states[0].get("levels"))
             return lambda: self._use(lambda _: levels)
 
-        found = [Section(save, loading, ("levels",))]
+        found = [StateSection(save, loading, ("levels",))]
         if self.weights is not None:
             found.append(weights_section(self.weights, self.sharding))
         return found

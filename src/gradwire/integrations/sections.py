@@ -11,7 +11,6 @@ weights      with keep="reference", each rank's shards of the reference, which a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,14 @@ from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.errors import ConfigError
 from gradwire.integrations.bias import warn_user
 from gradwire.integrations.formats import State
-from gradwire.integrations.state import SavedJob, Section, part_of, whole
+from gradwire.integrations.state import (
+    UNSHARDED,
+    SavedJob,
+    Sharding,
+    StateSection,
+    part_of,
+    whole,
+)
 from gradwire.lang import rng
 from gradwire.planner import ParameterPlan, Plan
 from gradwire.planner.plan import meaning
@@ -39,7 +45,7 @@ def nothing() -> None:
     """Loads what a handle has no use for."""
 
 
-def policy_section(policy: Any, loads: bool) -> Section:
+def policy_section(policy: Any, loads: bool) -> StateSection:
     """Of an Adaptation; None: there is no policy at work. It comes first, since the other sections
     depend on the plan that it loads."""
 
@@ -53,7 +59,7 @@ def policy_section(policy: Any, loads: bool) -> Section:
             job.plan, load = found
         return load
 
-    return Section(save, loading, ("policy/passes", "policy/methods", "policy/byte_weights"))
+    return StateSection(save, loading, ("policy/passes", "policy/methods", "policy/byte_weights"))
 
 
 # ---- steps
@@ -64,7 +70,7 @@ def steps_section(
     plan: Callable[[], Plan],
     seed: int,
     seeded: Callable[[int], None],
-) -> Section:
+) -> StateSection:
     """Of random numbers, and of the plan from which a state is.
 
     Args:
@@ -92,7 +98,7 @@ def steps_section(
 
         return load
 
-    return Section(save, loading, ("seed", "steps"))
+    return StateSection(save, loading, ("seed", "steps"))
 
 
 def _check_plan(state: State, job: SavedJob) -> None:
@@ -136,58 +142,7 @@ def _same_method(there: object, here: object) -> bool:
 # ---- shards
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How FSDP2 shards the module of a handle.
-
-    It scatters a parameter shard by shard. Of a parameter that is sharded in another dimension than
-    the first, that is not the order of its own values. A saved residual has the parameter's order,
-    so it does not depend on how the module is sharded.
-
-    Attributes:
-        shapes: of whole parameters, by name.
-        dims: the dimension in which one is sharded; those of the first are left out.
-        shards: how many there are; with replicas (HSDP), fewer than ranks; 0: DDP.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dims: Mapping[str, int] = field(default_factory=dict)
-    shards: int = 0
-
-    def spec(self, name: str) -> StateSpec:
-        """How ranks share a parameter."""
-        return StateSpec(self.shapes[name], kind="sharded", dim=self.dims.get(name, 0))
-
-    def part(self, name: str, shard: int) -> tuple[int, ...]:
-        """The shape of a shard."""
-        return self.spec(name).local(shard, self.shards)
-
-    def of(self, state: State) -> Sharding:
-        """How the same module was sharded where a state was saved."""
-        return replace(self, dims=dict(state.get("dims", {})), shards=state.get("shards", 0))
-
-    def saved(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor of the state, in the order of the parameter's values."""
-        dim = self.dims.get(name, 0)
-        if dim == 0 or key not in (RESIDUAL, OWED):
-            return tensor.clone()
-        part = list(self.shapes[name])
-        part[dim] //= self.shards
-        return torch.cat(tensor.view(self.shards, *part).unbind(), dim).view(tensor.shape)
-
-    def loaded(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a saved tensor, in the order in which the parameter is reduced."""
-        dim, tensor = self.dims.get(name, 0), tensor.detach()
-        if dim == 0 or key not in (RESIDUAL, OWED):
-            return tensor.clone()
-        chunks = tensor.view(self.shapes[name]).chunk(self.shards, dim)
-        return torch.cat(chunks).view(tensor.shape)
-
-
-UNSHARDED = Sharding()
-
-
-def sharding_section(sharding: Sharding) -> Section:
+def sharding_section(sharding: Sharding) -> StateSection:
     """Of how residuals are sharded: whether they can be loaded."""
 
     def save() -> dict[str, Any]:
@@ -200,7 +155,7 @@ def sharding_section(sharding: Sharding) -> Section:
             _check_sharding(state, sharding, job.world_size)
         return nothing
 
-    return Section(save, loading, ("shards", "dims"))
+    return StateSection(save, loading, ("shards", "dims"))
 
 
 def _check_sharding(state: State, sharding: Sharding, world_size: int) -> None:
@@ -251,7 +206,7 @@ def _in_shards(shards: int | None) -> str:
 
 def aggregators_section(
     members: Mapping[str, Attached], sharding: Sharding = UNSHARDED, idle: bool = False
-) -> Section:
+) -> StateSection:
     """Of the tensors that parameters keep.
 
     Args:
@@ -295,7 +250,7 @@ def aggregators_section(
 
         return load
 
-    return Section(save, loading)
+    return StateSection(save, loading)
 
 
 def _declared(p: ParameterPlan, job: SavedJob) -> dict[str, StateSpec]:
@@ -367,7 +322,7 @@ def _check_tensor(what: str, tensor: object, shape: tuple[int, ...], dtype: torc
 # ---- FSDP2's weights
 
 
-def weights_section(weights: GatheredWeights, sharding: Sharding) -> Section:
+def weights_section(weights: GatheredWeights, sharding: Sharding) -> StateSection:
     """Of gathered weights. With keep="reference" each rank saves, under `weights`:
 
         references   parameter -> this rank's shard, in its own shape
@@ -428,7 +383,7 @@ def weights_section(weights: GatheredWeights, sharding: Sharding) -> Section:
 
         return load
 
-    return Section(save, loading)
+    return StateSection(save, loading)
 
 
 def _resharded(

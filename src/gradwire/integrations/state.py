@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 
-from gradwire.aggregators import Attached, StateSpec
+from gradwire.aggregators import OWED, Attached, StateSpec
+from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.errors import ConfigError
 from gradwire.integrations.formats import (
     OfOneRank,
@@ -95,7 +96,7 @@ class SavedJob:
 
 
 @dataclass(frozen=True)
-class Section:
+class StateSection:
     """A part of a handle's state.
 
     Attributes:
@@ -110,7 +111,7 @@ class Section:
     alike: tuple[str, ...] = ()
 
 
-def load(job: SavedJob, sections: Sequence[Section]) -> None:
+def load(job: SavedJob, sections: Sequence[StateSection]) -> None:
     """Load all sections, or none of them: what `Handle.load_state_dict` says."""
     _check_alike(job.states, ["world_size", *(path for one in sections for path in one.alike)])
     for loading in [section.loading(job) for section in sections]:
@@ -157,6 +158,57 @@ def part_of(tensor: torch.Tensor, spec: StateSpec, rank: int, ranks: int) -> tor
     return tensor.narrow(spec.dim, first, own).contiguous()
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How FSDP2 shards the module of a handle.
+
+    It scatters a parameter shard by shard. Of a parameter that is sharded in another dimension than
+    the first, that is not the order of its own values. A saved residual has the parameter's order,
+    so it does not depend on how the module is sharded.
+
+    Attributes:
+        shapes: of whole parameters, by name.
+        dims: the dimension in which one is sharded; those of the first are left out.
+        shards: how many there are; with replicas (HSDP), fewer than ranks; 0: DDP.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)
+    shards: int = 0
+
+    def spec(self, name: str) -> StateSpec:
+        """How ranks share a parameter."""
+        return StateSpec(self.shapes[name], kind="sharded", dim=self.dims.get(name, 0))
+
+    def part(self, name: str, shard: int) -> tuple[int, ...]:
+        """The shape of a shard."""
+        return self.spec(name).local(shard, self.shards)
+
+    def of(self, state: State) -> Sharding:
+        """How the same module was sharded where a state was saved."""
+        return replace(self, dims=dict(state.get("dims", {})), shards=state.get("shards", 0))
+
+    def saved(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the state, in the order of the parameter's values."""
+        dim = self.dims.get(name, 0)
+        if dim == 0 or key not in (RESIDUAL, OWED):
+            return tensor.clone()
+        part = list(self.shapes[name])
+        part[dim] //= self.shards
+        return torch.cat(tensor.view(self.shards, *part).unbind(), dim).view(tensor.shape)
+
+    def loaded(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a saved tensor, in the order in which the parameter is reduced."""
+        dim, tensor = self.dims.get(name, 0), tensor.detach()
+        if dim == 0 or key not in (RESIDUAL, OWED):
+            return tensor.clone()
+        chunks = tensor.view(self.shapes[name]).chunk(self.shards, dim)
+        return torch.cat(chunks).view(tensor.shape)
+
+
+UNSHARDED = Sharding()
+
+
 # ---- the handle
 
 
@@ -193,7 +245,7 @@ class Saved:
         """Whether it loads states of other methods than those of its plan."""
         raise NotImplementedError
 
-    def sections(self) -> list[Section]:
+    def sections(self) -> list[StateSection]:
         """What is saved, in the order in which it is loaded."""
         raise NotImplementedError
 
