@@ -425,22 +425,22 @@ MUTANTS = (
     # State.
     Mutant(
         "residual_dropped_on_load", "a resumed run is not the run that was saved",
-        "gradwire/integrations/saved.py",
-        "member.keep({key: self._layout.loaded(member, key, t) for key, t in kept.items()})",
+        "gradwire/integrations/sections.py",
+        "member.keep({key: sharding.loaded(name, key, tensor) for key, tensor in kept})",
         "member.keep({})",
         ("tests/integrations/test_attach.py",),
     ),
     Mutant(
         "residual_not_scaled", "on fewer ranks, later averages receive too much",
         "gradwire/integrations/state.py",
-        "target[key] += value.cpu() * (world_size / old)",
-        "target[key] += value.cpu()",
+        "total += tensor.cpu() * (self.world_size / self.ranks)",
+        "total += tensor.cpu()",
         ("tests/integrations/test_attach.py",),
     ),
     Mutant(
         "step_not_restored", "a resumed run draws the first steps' numbers again",
-        "gradwire/integrations/saved.py",
-        'member.step = merged["steps"][name]',
+        "gradwire/integrations/sections.py",
+        'member.step = saved["steps"][name]',
         "member.step = member.step",
         ("tests/integrations/test_training_matrix.py",),
     ),

@@ -7,6 +7,7 @@ machine.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ LEARNING_RATE = 0.125  # a power of two, so that every update is rounded once
 class Products(nn.Module):
     """A loss whose gradient for a parameter p is p * x, where x is the input of the step."""
 
-    def __init__(self, half: bool) -> None:
+    def __init__(self, half: bool, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
-        for i, (name, shape) in enumerate({**SHAPES, **(HALF if half else {})}.items()):
+        for i, (name, shape) in enumerate({**shapes, **(HALF if half else {})}.items()):
             dtype = torch.bfloat16 if name in HALF else torch.float32
             start = values(torch.Size(shape).numel(), dtype, 2000 + i).view(shape)
             setattr(self, name, nn.Parameter(start))

@@ -31,7 +31,7 @@ from leftovers import until
 from products import EXHAUSTIVE
 from ranks import as_processes, caught, together
 from rooms.decide import Decider
-from rooms.integrations import Switch, full_state, in_backward
+from rooms.integrations import Switch, formats, in_backward
 
 pytestmark = pytest.mark.multiprocess
 
@@ -196,14 +196,14 @@ def saves_a_full_state(group: Any, fails: Failing) -> None:
 def gathers_states(group: Any, fails: Failing) -> None:
     """Once ranks have agreed to."""
     handle = gw.attach(model := ddp_over(group))
-    exchange = full_state._exchange
+    exchange = formats._exchange
 
     def fails_there(*of: Any) -> Any:
         fails()
         return exchange(*of)
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(full_state, "_exchange", fails_there)
+        monkey.setattr(formats, "_exchange", fails_there)
         handle.full_state_dict()
     del model
 

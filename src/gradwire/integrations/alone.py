@@ -19,10 +19,10 @@ from gradwire.collectives import Collective, Options
 from gradwire.engine import Communicator, GroupInfo
 from gradwire.errors import ConfigError
 from gradwire.integrations.backward import Backward
-from gradwire.integrations.full_state import StateGather
+from gradwire.integrations.formats import StateGather
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.reductions import Reductions, State
-from gradwire.integrations.saved import members_of
+from gradwire.integrations.reductions import Reductions
+from gradwire.integrations.state import members_of
 from gradwire.integrations.summary import Expected, expected_all_reduce
 from gradwire.integrations.wrapped import plain_names
 from gradwire.planner import Plan, Rules, make_plan
@@ -41,6 +41,7 @@ class Alone(Reductions):
     """
 
     what = "a module in a single process"
+    idle = True
 
     def __init__(
         self,
@@ -79,10 +80,6 @@ class Alone(Reductions):
 
     def expected(self) -> Expected:
         return expected_all_reduce(self.switch.plan, self.owner.comm)
-
-    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
-        self.drop_residuals(merged)
-        return _nothing
 
     def remove(self) -> None:
         super().remove()

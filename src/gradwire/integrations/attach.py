@@ -24,12 +24,12 @@ from gradwire.groups import communicator
 from gradwire.integrations.alone import attach_alone
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
-from gradwire.integrations.full_state import StateGather
+from gradwire.integrations.formats import StateGather
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
 from gradwire.integrations.refused import check_module
-from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
+from gradwire.integrations.state import members_of
 from gradwire.integrations.synchronised import synchronised
 from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import in_hand, original

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -26,14 +26,6 @@ from gradwire.integrations.changes import Changes
 from gradwire.integrations.differences import DifferenceGather
 from gradwire.integrations.fsdp import gather_group
 from gradwire.integrations.metrics import Sampler, times_less
-from gradwire.integrations.references import (
-    References,
-    Sharding,
-    State,
-    load_references,
-    references_of,
-    saved_references,
-)
 from gradwire.integrations.sharded_plan import Trained, options_for
 from gradwire.integrations.versions import Versions
 from gradwire.integrations.weights import Weight, WeightGather
@@ -59,7 +51,6 @@ class GatheredWeights:
         trained: its parameters.
         members: the parameters as their gradients are reduced, by name.
         plan: has rules for weights.
-        sharding: of this rank.
         sampler: of metrics.
         go_on: called before each collective; it may raise.
 
@@ -80,12 +71,11 @@ class GatheredWeights:
         members: Mapping[str, Attached],
         plan: Plan,
         seed: int,
-        sharding: Sharding,
         sampler: Sampler,
         go_on: Callable[[], None],
     ) -> None:
         assert plan.weights is not None
-        self.shard, self.shards = sharding.shard, sharding.shards
+        self.shard, self.shards = trained.groups.shard, trained.groups.shards
         self.keep = plan.weights.keep
         self.owner = communicator(gather_group(trained.records[0])).owner(f"{what}, weights")
         self.abandoned = False
@@ -93,7 +83,6 @@ class GatheredWeights:
         self.versions = Versions(self._shards)
         self.changes = Changes(self._by_kind, self._most, self._forget_references)
         self._options = plan.options
-        self._sharding = sharding
         self._go_on = go_on
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -214,7 +203,7 @@ class GatheredWeights:
     # ---- differences
 
     @property
-    def _differences(self) -> list[DifferenceGather]:
+    def differences(self) -> list[DifferenceGather]:
         return [gather for gather in self._gathers if isinstance(gather, DifferenceGather)]
 
     def _by_kind(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -223,7 +212,7 @@ class GatheredWeights:
         kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for gather in self._gathers:
             frozen = gather.frozen
-            if frozen or self._differences:
+            if frozen or self.differences:
                 shards = (p.sharded_param for p in gather.record.fsdp_params)
                 kinds[not frozen].extend(getattr(s, "_local_tensor", s).detach() for s in shards)
         return kinds
@@ -239,37 +228,31 @@ class GatheredWeights:
         return int(values.item())
 
     def _forget_references(self) -> None:
-        for gather in self._differences:
+        for gather in self.differences:
             gather.forget()
 
     # ---- state
 
-    def state(self) -> dict[str, Any] | None:
-        """What a rank saves; None: nothing."""
-        if self.keep != "reference":
-            return None
-        return saved_references(self._differences, self.changes, self._sharding)
-
-    def references(self, states: Sequence[State]) -> References:
-        """What this rank takes from the states of one or all ranks of a saved job.
-
-        Raises:
-            ConfigError: a state has something else in their place.
-        """
-        return references_of(states, self._sharding) if self._differences else References()
-
-    def load(self, references: References, counted: bool) -> None:
-        """Use them; what is kept is dropped.
+    def load(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        current: Collection[str],
+        changed: bool,
+        digest: str | None,
+    ) -> None:
+        """Use what a state has; what is kept is dropped.
 
         Args:
-            counted: an optimizer counted the versions of the weights as the state was saved, and
-                will from now on, although it has not stepped yet.
+            parts: this rank's shards of references, by parameter.
+            current: parameters whose reference is of the last version.
+            changed, digest: see `Changes.loaded`.
         """
-        if counted:
-            self.versions.steps = max(self.versions.steps, 1)
         for gather in self._gathers:
             gather.forget()
-        load_references(self._differences, self.changes, references)
+        for one in self.differences:
+            if all(name in parts for name in one.names):
+                one.load([parts[name] for name in one.names], set(one.names) <= set(current))
+        self.changes.loaded(changed, not parts, digest)
 
 
 def _codecs(plan: Plan) -> dict[str, Codec | None]:

@@ -14,12 +14,17 @@ from gradwire.decide.auto import Automatic
 from gradwire.decide.policy import Adaptation
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError, or_misspelt
-from gradwire.integrations.full_state import StateGather
+from gradwire.integrations.formats import StateGather
 from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
 from gradwire.integrations.reductions import Reductions, with_options
-from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
-from gradwire.integrations.saved import Saved
+from gradwire.integrations.sections import (
+    aggregators_section,
+    policy_section,
+    sharding_section,
+    steps_section,
+)
+from gradwire.integrations.state import Saved, StateSection
 from gradwire.integrations.summary import headline, summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
@@ -50,10 +55,9 @@ class Handle(Saved):
         seed: int,
         rank: int,
         gather: StateGather,
-        layout: ResidualLayout = UNSHARDED,
         install: Callable[[Plan], Reductions] | None = None,
     ) -> None:
-        super().__init__(reductions.members, seed, rank, reductions.ranks, gather, layout)
+        super().__init__(reductions.members, seed, rank, reductions.ranks, gather)
         self._reductions = reductions
         self.pinned: PlanFile | None = None  # the file that `attach` was given
         self._install = install  # anew, after an exception in backward; None: that ends training
@@ -331,6 +335,15 @@ class Handle(Saved):
         return [dict(row) for row in self._reductions.decisions]
 
     def summary(self) -> str:
+        """What is attached, as text: the codec of each group of parameters with its bits per value,
+        the bytes that a step is expected to send from this rank, algorithm, transport, memory of
+        residuals, the newest decisions (see `history`), and updates that are not in force yet.
+        `print(handle)` prints it; `repr` is its first line.
+
+        It can be called at any time, on one rank alone: it sends nothing and waits for no rank.
+        Bytes are those of all gradients in one collective, headers included; more buckets have more
+        headers. What the first step decides is named as not known before it.
+        """
         on = self._reductions
         comms = [owner.comm for owner in on.owners]
         stats = self.stats()
@@ -343,10 +356,29 @@ class Handle(Saved):
         found = summary(self._what(), *of)
         return "\n".join([found, *remarks, *decided[-_TOLD:], *pending])
 
-    summary.__doc__ = Saved.summary.__doc__
+    def __str__(self) -> str:
+        return self.summary()
 
     def __repr__(self) -> str:
         return headline(self._what(), self.plan, self.rank, self.world_size)
+
+    def _plan_now(self) -> Plan:
+        """The plan in force, as the next step runs it."""
+        return self.plan.at({name: member.step for name, member in self._members.items()})
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """Per parameter: codec or aggregator, numel, payload_bytes, ratio."""
+        parameters = {}
+        for p in self._plan_now().parameters:
+            raw_payload = p.numel * p.dtype.itemsize
+            payload = p.aggregator.payload_bytes(p.shape, p.dtype)
+            parameters[p.name] = {
+                "codec": p.how,
+                "numel": p.numel,
+                "payload_bytes": payload,
+                "ratio": times_less(raw_payload, payload),
+            }
+        return parameters
 
     def _what(self) -> str:
         on = self._reductions
@@ -354,13 +386,21 @@ class Handle(Saved):
 
     # ---- state
 
-    def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), **self._reductions.state()}
+    def sections(self) -> list[StateSection]:
+        on = self._reductions
+        return [
+            policy_section(self.adaptation, loads=not self.takes_any_plan()),
+            sharding_section(on.sharding),
+            steps_section(self._members, lambda: self.plan, self._seed, self._seeded),
+            aggregators_section(self._members, on.sharding, on.idle),
+            *on.sections(),
+        ]
 
-    def _loading(
-        self, states: Sequence[Mapping[str, Any]], merged: dict[str, Any]
-    ) -> Callable[[], None]:
-        return self._reductions.loading(states, merged)
+    def _seeded(self, seed: int) -> None:
+        self._seed = seed
+
+    def takes_any_plan(self) -> bool:
+        return self.automatic is not None
 
     # ---- its end
 

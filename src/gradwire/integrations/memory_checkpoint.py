@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gradwire.errors import ConfigError
-from gradwire.integrations.saved import Saved
+from gradwire.integrations.state import Saved
 
 
 class Stateful(Protocol):

@@ -27,15 +27,15 @@ from gradwire.decide.tables import Place
 from gradwire.decide.weighing import Names
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
-from gradwire.integrations.bias import warn_of_bias, warn_user
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.metrics import Metrics
+from gradwire.integrations.state import UNSHARDED, StateSection
 from gradwire.integrations.summary import Expected
 from gradwire.integrations.switch import Switch
 from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
 
-State = Mapping[str, Any]
 _TOTALS = ("steps", "calls", "wire_bytes", "raw_bytes", "kernel_calls")
 _SECONDS = ("seconds", "exposed_seconds", "kernel_seconds")
 
@@ -61,6 +61,8 @@ class Reductions:
 
     what: ClassVar[str]  # is attached, in words
     after_error = ""  # what to do after an exception in backward
+    sharding = UNSHARDED
+    idle = False  # whether no gradient is given to members
 
     def __init__(
         self, plan: Plan, members: Mapping[str, Attached], owners: Sequence[Owner], ranks: int
@@ -337,23 +339,9 @@ class Reductions:
         """Bytes of a step."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any]:
-        """What a rank saves of it."""
-        return {}
-
-    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
-        """Check the states of one or all ranks of a saved job, and change nothing; see
-        `Saved._loading`."""
-        return _nothing
-
-    def drop_residuals(self, merged: dict[str, Any]) -> None:
-        """Of a state to be loaded, in a single process that is not given any gradient."""
-        if any(merged["aggregators"].values()):
-            warn_user(
-                "load_state_dict: a single process reduces nothing on a plain module or under "
-                "FSDP2, so the residuals of this state are dropped"
-            )
-            merged["aggregators"] = {}
+    def sections(self) -> list[StateSection]:
+        """What only one kind of module saves."""
+        return []
 
     def remove(self) -> None:
         """Give the module its own collectives back."""
@@ -385,7 +373,3 @@ def with_options(plan: Plan, options: Options | None, algorithm: str | None) -> 
 def version_values(version: int, device: torch.device) -> torch.Tensor:
     """A plan version, to be reduced to the least of all ranks."""
     return torch.tensor([version], dtype=torch.int32, device=device)
-
-
-def _nothing() -> None:
-    pass

@@ -26,11 +26,12 @@ from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, Forward, running
 from gradwire.integrations.gathered import NO_STATS, GatheredWeights
 from gradwire.integrations.learning import learned, wanted
-from gradwire.integrations.reductions import Reductions, State, version_values
-from gradwire.integrations.references import Sharding
+from gradwire.integrations.reductions import Reductions, version_values
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.scatter import Replicas, Scatter
+from gradwire.integrations.sections import weights_section
 from gradwire.integrations.sharded_plan import Trained, check_nodes, make_sharded_plan, options_for
+from gradwire.integrations.state import SavedJob, Sharding, StateSection
 from gradwire.integrations.summary import Expected, expected_scatter
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -78,6 +79,9 @@ class Scatters(Reductions):
         self.groups = groups = trained.groups
         owners = [communicator(group).owner(name, advice=_ADVICE) for group in groups.all]
         super().__init__(plan, members, owners, groups.size)
+        shapes = {name: tuple(p.shape) for name, p in trained.named}
+        self.sharding = Sharding(shapes, trained.dims(), groups.shards)
+        self.idle = groups.size == 1
         self._trained = trained
         self._records = {name: parameter for parameter, name in trained.names.items()}
         self._pass = running()
@@ -94,11 +98,8 @@ class Scatters(Reductions):
             self._install(record, of)
         self.weights: GatheredWeights | None = None
         if plan.weights is not None and groups.shards > 1:
-            shapes = {name: tuple(p.shape) for name, p in trained.named}
-            of_shard = groups.shard, groups.shards, groups.rank, groups.size
-            sharding = Sharding(shapes, trained.dims(), *of_shard)
             self.weights = GatheredWeights(
-                name, trained, members, plan, seed, sharding, self.sampler, self._go_on
+                name, trained, members, plan, seed, self.sampler, self._go_on
             )
             # Peers gather with this rank in forward, too.
             self._forward = Forward(model, self._interrupt)
@@ -406,26 +407,16 @@ class Scatters(Reductions):
 
     # ---- state
 
-    def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        levels, weights = self.switch.plan.levels, self.weights
-        if levels != Levels():
-            found["levels"] = levels.state()
-        if weights is not None and weights.versions.steps:
-            found["counted"] = True  # versions of weights, by the steps of an optimizer
-        kept = None if weights is None else weights.state()
-        return found if kept is None else {**found, "weights": kept}
+    def sections(self) -> list[StateSection]:
+        def save() -> dict[str, Any]:
+            levels = self.switch.plan.levels
+            return {} if levels == Levels() else {"levels": levels.state()}
 
-    def loading(self, states: Sequence[State], merged: dict[str, Any]) -> Callable[[], None]:
-        weights = self.weights
-        references = None if weights is None else weights.references(states)
-        levels, counted = Levels.of(merged.get("levels")), merged.get("counted") is True
-        if self.ranks == 1:
-            self.drop_residuals(merged)
+        def loading(job: SavedJob) -> Callable[[], None]:
+            levels = Levels.of(job.states[0].get("levels"))
+            return lambda: self._use(lambda _: levels)
 
-        def load() -> None:
-            self._use(lambda _: levels)
-            if weights is not None and references is not None:
-                weights.load(references, counted)
-
-        return load
+        found = [StateSection(save, loading, ("levels",))]
+        if self.weights is not None:
+            found.append(weights_section(self.weights, self.sharding))
+        return found

@@ -21,11 +21,9 @@ from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
+from gradwire.integrations.formats import StateGather
 from gradwire.integrations.fsdp import Groups, gather_group, process_groups
-from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.residual_layout import ResidualLayout
-from gradwire.integrations.saved import members_of
 from gradwire.integrations.scatters import Scatters
 from gradwire.integrations.sharded_plan import (
     Trained,
@@ -34,6 +32,7 @@ from gradwire.integrations.sharded_plan import (
     make_sharded_plan,
     trained_of,
 )
+from gradwire.integrations.state import members_of
 from gradwire.integrations.uncompiled import available
 from gradwire.integrations.wrapped import original
 from gradwire.lang import layout
@@ -93,11 +92,10 @@ class PlannedShards:
             return Scatters(self.model, self.trained, plan, members, seed, f"the sharded {name}")
 
         gather = StateGather(process_groups(self.trained.records[0]).all)
-        residuals = ResidualLayout(groups.shards, self.trained.dims())
         scatters = install(plan)
         if adaptive is not None and not plan.rules.uncompiled:
             scatters.adapt(*adaptive)
-        return Handle(scatters, seed, groups.rank, gather, residuals, install)
+        return Handle(scatters, seed, groups.rank, gather, install)
 
     def _planned(self, rules: Rules) -> Plan:
         of, plan = self.trained, self.plan
