@@ -457,14 +457,14 @@ MUTANTS = (
         "gradwire/decide/scripts.py",
         "return min(due, key=lambda one: one.due or 0, default=None)",
         "return max(due, key=lambda one: one.due or 0, default=None)",
-        ("tests/decide/test_scripts.py",),
+        ("tests/decide/test_decision_scripts.py",),
     ),
     Mutant(
         "an_update_does_not_hold_up", "an update holds up other scripts until it is in force",
         "gradwire/decide/scripts.py",
         "for one in updating or self._scripts if",
         "for one in self._scripts if",
-        ("tests/decide/test_scripts.py",),
+        ("tests/decide/test_decision_scripts.py",),
     ),
     Mutant(
         "auto_trusts_one_rank", "the slowest rank's passes count in a trial",

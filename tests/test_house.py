@@ -37,34 +37,35 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "waiting":        (   48,  0,  0, "errors"),
     "lang":           (10335, 71, 23, "errors"),
     "codecs":         ( 1677, 21,  0, "errors lang"),
-    "control":        ( 1969, 20,  2, "errors"),
+    "control":        ( 1933, 16,  2, "errors"),
     "transport":      ( 2094, 31,  2, "errors lang"),
-    "engine":         ( 3530, 42,  9, "errors waiting control transport"),
+    "engine":         ( 3493, 41,  9, "errors control transport"),
     "algorithms":     ( 1826, 12,  0, "errors engine"),
     "partition":      (  288,  2,  0, "errors lang codecs engine"),
     "groups":         (  138,  0,  0, "errors transport engine"),
     "collectives":    ( 3110, 28,  0, "..groups"),
     "tools/__init__": (    4,  0,  0, ""),
     "aggregators":    ( 3079, 31,  0, "errors lang codecs engine algorithms partition collectives"),
-    "planner":        ( 1830, 10,  3, "..aggregators"),
-    "controllers":    ( 2222, 25,  0, "errors lang codecs aggregators planner"),
-    "integrations":   (12965, 97, 10, "..controllers"),
+    "planner":        ( 1812, 10,  3, "..aggregators"),
+    "controllers":    ( 2222, 25,  0, "errors lang codecs aggregators"),
+    "decide":         ( 1770, 22,  0, "..controllers"),
+    "integrations":   (10758, 79, 10, "..decide"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
     "__init__":       (  181,  0,  0, "..integrations"),
-    "tools/sim":      ( 2939, 40,  0, "..planner"),
+    "tools/sim":      ( 2928, 40,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
-    "tools/bench":    ( 8893, 52,  0, "..__init__ tools/sim tools/lab"),
-    "tools/predict":  (  686,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
-    "tools/report":   ( 2903, 13,  0, "errors tools/bench tools/predict"),
+    "tools/bench":    ( 8488, 49,  0, "..__init__ tools/sim tools/lab"),
+    "tools/predict":  (  678,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
+    "tools/report":   ( 2724, 11,  0, "errors tools/bench tools/predict"),
     "tools/demo":     (  114,  0,  0, "tools/lab tools/bench tools/report"),
     "tools/doctor":   (   82,  0,  0, "..__init__ tools/lab"),
-    "tools/cli":      ( 1590,  2,  0, "..tools/doctor"),
+    "tools/cli":      ( 1561,  2,  0, "..tools/doctor"),
     "__main__":       (    5,  0,  0, "tools/cli"),
 }  # fmt: skip
 
 # Of one steady scope of three parameters, two ranks as threads on loopback, without the threads of
 # the control channel; and the modules of both packages behind `import gradwire; gw.attach`.
-CLASSES, FILES, LOADED = 34, 28, 274
+CLASSES, FILES, LOADED = 34, 28, 252
 
 # Their classes share no name with another class.
 DISTINCT = {
@@ -76,6 +77,7 @@ DISTINCT = {
     "aggregators",
     "groups",
     "tools/sim",
+    "decide",
     "integrations",
 }
 
@@ -172,8 +174,7 @@ def test_a_room_only_shrinks(here: str) -> None:
 
 def test_rooms_import_what_the_table_allows() -> None:
     """And so `gradwire` imports nothing of `gradwire_tools`; `python -m gradwire` alone starts the
-    command line. Automatic mode asks the simulator until it decides by trial alone."""
-    asking = {"gradwire.integrations.auto", "gradwire.integrations.automatic"}
+    command line."""
     order = list(HOUSE)
     for place, here in enumerate(order):
         assert allowed(here) <= {*order[: place + 1]}, f"{here}: only what stands above it"
@@ -181,7 +182,7 @@ def test_rooms_import_what_the_table_allows() -> None:
         f"{module} imports {other}"
         for module, others in imports().items()
         for other in others
-        if room(other) not in allowed(room(module)) and module not in asking
+        if room(other) not in allowed(room(module))
     ]
     assert not faults, "\n".join(faults)
 
@@ -234,8 +235,8 @@ def test_what_attach_loads() -> None:
 
 
 def test_tests_name_rooms_not_insides() -> None:
-    """Engine, collectives and integrations by what their pages export, and by tests/rooms."""
-    closed = ("engine", "collectives", "integrations")
+    """Those below by what their pages export, and by tests/rooms."""
+    closed = ("engine", "collectives", "decide", "integrations")
     faults = []
     for path in files_of_tests():
         if path.parent == ROOT / "tests" / "rooms":
@@ -252,13 +253,13 @@ def files_of_tests() -> list[Path]:
 
 
 def test_the_library_is_tested_without_the_tools() -> None:
-    """But for the lab, which is a network, and the simulator, which the planner still uses."""
+    """But for the lab, which is a network."""
     faults = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files_of_tests()
         if path.is_relative_to(ROOT / "tests")
         for name in imported(path)
-        if name.startswith("gradwire_tools") and room(name) not in ("tools/lab", "tools/sim")
+        if name.startswith("gradwire_tools") and room(name) != "tools/lab"
     ]
     assert not faults, "\n".join(faults)
 

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.plan import ParameterPlan
-from rooms.decide import Adaptation, Make, Place, Runner
+from rooms.decide import Adaptation, DecidingRank, Make, Runner
 
 NAMED = [("weight", torch.zeros(32, 64)), ("bias", torch.zeros(64))]
 
@@ -64,7 +64,7 @@ class Module:
         codec: str = "bf16",
     ) -> None:
         self.plan = self.newest = make_plan(NAMED, Rules().changed(codec=codec), 2)
-        self.place = Place(0, 0, 2)
+        self.place = DecidingRank(0, 0, 2)
         self.adaptation: Adaptation | None = None
         self.decisions: list[dict[str, Any]] = []
         self.now = 0.0

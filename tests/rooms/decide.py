@@ -16,6 +16,6 @@ from gradwire.decide.scripts import (
     Use,
     tried,
 )
-from gradwire.decide.tables import Decider, Place
+from gradwire.decide.tables import Decider, DecidingRank
 from gradwire.decide.targets import policy_of, targets_of
 from gradwire.decide.weighing import MOST, priorities, together

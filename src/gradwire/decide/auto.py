@@ -24,7 +24,7 @@ from gradwire.aggregators import registry
 from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.controllers import Policy
-from gradwire.decide.policy import Adaptation, Trained
+from gradwire.decide.policy import Adaptation, Subject
 from gradwire.decide.replan import Replan
 from gradwire.decide.scripts import Pass, Passes, Script, Tell, Use, tried
 from gradwire.decide.targets import policy_of
@@ -116,7 +116,7 @@ class Auto:
         return found
 
 
-class Adaptable(Trained, Protocol):
+class Adaptable(Subject, Protocol):
     """What automatic mode needs of the module that it works on.
 
     Attributes:

@@ -28,7 +28,7 @@ from gradwire.aggregators import registry as aggregators
 from gradwire.controllers import Policy
 from gradwire.decide.replan import Replan
 from gradwire.decide.scripts import Make, NextWindow, Passes, Runner, Running, Script, Tell, Use
-from gradwire.decide.tables import Decider, Place, Ruling, Window, reason
+from gradwire.decide.tables import Decider, DecidingRank, Ruling, Window, reason
 from gradwire.decide.targets import GRADIENTS, Methods, Target, targets_of, with_methods
 from gradwire.decide.weighing import AFTER, Names, priorities, weighed
 from gradwire.errors import ConfigError
@@ -37,7 +37,7 @@ from gradwire.planner import Plan, Rules
 log = logging.getLogger("gradwire")
 
 
-class Trained(Protocol):
+class Subject(Protocol):
     """What a policy needs of the module that it works on.
 
     Attributes:
@@ -47,7 +47,7 @@ class Trained(Protocol):
     runner: Runner
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DecidingRank:
         """This rank among those that decide."""
         ...
 
@@ -119,7 +119,7 @@ class Adaptation:
         self,
         policy: Policy,
         replan: Replan,
-        on: Trained,
+        on: Subject,
         before: Adaptation | None = None,
         passes: int = 0,
     ) -> None:

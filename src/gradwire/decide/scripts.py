@@ -44,7 +44,7 @@ class Detached(BaseException):
     """Ends work of a handle that is being detached: not an error, which work would tell of."""
 
 
-class Update(Protocol):
+class Requested(Protocol):
     """A requested plan, see `Handle.update`."""
 
     version: int
@@ -156,7 +156,7 @@ class Running:
     at: int
     passes: deque[Pass] = field(default_factory=deque)
     command: Command = Passes(0)
-    update: Update | None = None
+    update: Requested | None = None
     due: int | None = None
 
     def add(self, ended: Pass) -> None:
@@ -168,7 +168,7 @@ class Running:
                 assert isinstance(self.command, Use)
                 self.command.then()
 
-    def wait(self, command: Command, update: Update | None = None) -> None:
+    def wait(self, command: Command, update: Requested | None = None) -> None:
         self.command, self.update = command, update
         self.due = next((one.number for one in self.passes if self._ends_with(one)), None)
 
@@ -207,7 +207,7 @@ class Runner:
         self,
         workers: Workers,
         tell: Callable[[str, Any, Callable[[], None]], list[Any]],
-        ask: Callable[[Make], Update],
+        ask: Callable[[Make], Requested],
         check: Callable[[], None] = _nothing,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

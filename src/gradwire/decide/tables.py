@@ -91,7 +91,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Place:
+class DecidingRank:
     """A rank among those that decide.
 
     Attributes:
@@ -129,7 +129,7 @@ class Decider:
         policy: Policy,
         replan: Replan,
         target: Target,
-        place: Place,
+        place: DecidingRank,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy = self._given = policy

@@ -23,7 +23,7 @@ from gradwire.decide.auto import Auto, Automatic
 from gradwire.decide.policy import Adaptation
 from gradwire.decide.replan import Replan
 from gradwire.decide.scripts import Make, Runner
-from gradwire.decide.tables import Place
+from gradwire.decide.tables import DecidingRank
 from gradwire.decide.weighing import Names
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
@@ -273,10 +273,10 @@ class Reductions:
         self.runner.start(self.automatic.script())
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DecidingRank:
         """This rank among those that decide."""
         comm = self.owner.comm
-        return Place(comm.ranks[comm.rank], comm.rank, comm.world_size)
+        return DecidingRank(comm.ranks[comm.rank], comm.rank, comm.world_size)
 
     def deciding(self) -> list[Communicator]:
         """Those of the ranks that decide: of shards, then of replicas."""

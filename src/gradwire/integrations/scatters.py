@@ -19,7 +19,7 @@ import torch
 from gradwire.aggregators import Attached
 from gradwire.collectives import Collective, Item, Operation, prepare, start_round
 from gradwire.collectives.legal import uncompressed
-from gradwire.decide.tables import Place
+from gradwire.decide.tables import DecidingRank
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
@@ -336,11 +336,11 @@ class Scatters(Reductions):
         ]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DecidingRank:
         rank = self.owner.comm.ranks[self.owner.comm.rank]
         shard = 0 if self.groups.scatter is None else self.owner.comm.rank
         replica = 0 if self.groups.replicas is None else self.replicas.comm.rank
-        return Place(rank, shard, self.groups.shards, replica, pieces=True)
+        return DecidingRank(rank, shard, self.groups.shards, replica, pieces=True)
 
     def deciding(self) -> list[Communicator]:
         comms = [
