@@ -71,7 +71,7 @@ test-trainers: $(VENV)/.test
 # The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
 # (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.
 TORCH_VENV ?= .venv-torch-$(VERSION)
-TORCH_TESTS = tests/integrations tests/middle/test_handles.py tests/middle/test_groups.py \
+TORCH_TESTS = tests/handles tests/middle/test_handles.py tests/middle/test_groups.py \
 	tests/middle/test_backward.py tests/multiprocess/test_backend*.py \
 	tests/multiprocess/test_sharded*.py tests/multiprocess/test_corners.py \
 	tests/multiprocess/test_full_state.py tests/multiprocess/test_saved_handles.py

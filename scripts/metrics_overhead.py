@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.integrations.metrics import EVERY
+from gradwire.handles.metrics import EVERY
 from gradwire_tools.bench import tasks
 
 TURNS, NEVER = 60, 1 << 40

@@ -87,8 +87,7 @@ def forkserver() -> Any:
     and so pytest. GRADWIRE_TEST_IMPORTS names more, by commas.
     """
     context = mp.get_context("forkserver")
-    ours = ("attach", "backend", "backend_register", "sharded")
-    integrations = (f"gradwire.integrations.{name}" for name in ours)
+    ours = ("gradwire.handles.attach", "gradwire.backend.group", "gradwire.backend.register")
     slow = (
         "pytest",
         "torch",
@@ -97,7 +96,7 @@ def forkserver() -> Any:
         "torch.distributed.fsdp",
     )
     more = filter(None, os.environ.get("GRADWIRE_TEST_IMPORTS", "").split(","))
-    context.set_forkserver_preload([*slow, *integrations, *more])
+    context.set_forkserver_preload([*slow, *ours, *more])
     return context
 
 

@@ -18,7 +18,7 @@ from gradwire.engine import Communicator
 from gradwire.errors import ConfigError, TransportError, in_global_ranks
 from gradwire.transport.torch_p2p import TorchP2P, _Work
 from ranks import as_threads, caught
-from rooms.integrations import from_environment
+from rooms.backend import from_environment
 
 JOB = 4
 GROUPS: list[Sequence[int] | None] = [

@@ -47,11 +47,15 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "tools/__init__": (    4,  0,  0, ""),
     "aggregators":    ( 3079, 31,  0, "errors lang codecs engine algorithms partition collectives"),
     "planner":        ( 1812, 10,  3, "..aggregators"),
-    "controllers":    ( 2222, 25,  0, "errors lang codecs aggregators"),
-    "decide":         ( 1770, 22,  0, "..controllers"),
-    "integrations":   (10758, 79, 10, "..decide"),
+    "controllers":    ( 2558, 27,  0, "errors lang codecs aggregators planner"),
+    "decide":         ( 1434, 20,  0, "..controllers"),
+    "state":          (  816,  6,  0, "..controllers"),
+    "handles":        ( 6988, 47,  8, "..state"),
+    "backend":        ( 1354,  9,  2, "..handles"),
+    "trainers":       ( 1046, 12,  0, "..handles"),
+    "flexible":       (  557,  5,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
-    "__init__":       (  181,  0,  0, "..integrations"),
+    "__init__":       (  181,  0,  0, "..flexible"),
     "tools/sim":      ( 2928, 40,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
     "tools/bench":    ( 8488, 49,  0, "..__init__ tools/sim tools/lab"),
@@ -78,7 +82,10 @@ DISTINCT = {
     "groups",
     "tools/sim",
     "decide",
-    "integrations",
+    "state",
+    "handles",
+    "backend",
+    "flexible",
 }
 
 
@@ -236,7 +243,7 @@ def test_what_attach_loads() -> None:
 
 def test_tests_name_rooms_not_insides() -> None:
     """Those below by what their pages export, and by tests/rooms."""
-    closed = ("engine", "collectives", "decide", "integrations")
+    closed = ("engine", "collectives", "decide", "state", "handles", "backend", "flexible")
     faults = []
     for path in files_of_tests():
         if path.parent == ROOT / "tests" / "rooms":
@@ -265,10 +272,10 @@ def test_the_library_is_tested_without_the_tools() -> None:
 
 
 def test_trainers_are_imported_on_use() -> None:
-    """Their packages by integrations/trainers alone, and that by nothing but `gw.NAME`."""
+    """Their packages by the room trainers alone, and that by nothing but `gw.NAME`."""
     packages = {"lightning", "pytorch_lightning", "accelerate", "transformers", "ray", "keras"}
     packages |= {"tensorflow"}
-    inside = "gradwire.integrations.trainers"
+    inside = "gradwire.trainers"
     faults = []
     for module, path in modules().items():
         if module.startswith(inside):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PowerSGD,
         TopKC,
     )
+    from gradwire.backend.register import register
     from gradwire.codecs import (
         DGC,
         QSGD,
@@ -53,21 +54,20 @@ if TYPE_CHECKING:
         state_dict,
     )
     from gradwire.controllers import LGreco
+    from gradwire.controllers.replan import Replan
     from gradwire.decide.auto import Auto
-    from gradwire.decide.replan import Replan
     from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
-    from gradwire.integrations.attach import attach
-    from gradwire.integrations.backend_register import register
-    from gradwire.integrations.flexible import Flexible
-    from gradwire.integrations.handle import Handle
-    from gradwire.integrations.trainers import accelerate as accelerate
-    from gradwire.integrations.trainers import keras as keras
-    from gradwire.integrations.trainers import lightning as lightning
-    from gradwire.integrations.trainers import ray as ray
-    from gradwire.integrations.trainers import transformers as transformers
-    from gradwire.integrations.triggers import Triggers
+    from gradwire.flexible.flexible import Flexible
+    from gradwire.flexible.triggers import Triggers
+    from gradwire.handles.attach import attach
+    from gradwire.handles.handle import Handle
     from gradwire.lang import Codec
     from gradwire.planner.probe import Probe, probe
+    from gradwire.trainers import accelerate as accelerate
+    from gradwire.trainers import keras as keras
+    from gradwire.trainers import lightning as lightning
+    from gradwire.trainers import ray as ray
+    from gradwire.trainers import transformers as transformers
 
 __version__ = "0.1.0"
 
@@ -125,7 +125,7 @@ __all__ = [
     "state_dict",
 ]
 
-# `import torch` imports this package (integrations/backend_entry.py), and so does the build of a
+# `import torch` imports this package (backend/entry.py), and so does the build of a
 # wheel, where there is no torch: nothing else is imported until one of these names is used. Names
 # that are not listed here are codecs.
 _HOMES = {
@@ -146,14 +146,14 @@ _HOMES = {
     ),
     "controllers": ("LGreco",),
     "errors": ("CodecError", "ConfigError", "GradwireError", "TransportError"),
-    "integrations.attach": ("attach",),
-    "integrations.backend_register": ("register",),
-    "integrations.flexible": ("Flexible",),
-    "integrations.handle": ("Handle",),
+    "handles.attach": ("attach",),
+    "backend.register": ("register",),
+    "flexible.flexible": ("Flexible",),
+    "handles.handle": ("Handle",),
     "decide.auto": ("Auto",),
     "planner.probe": ("Probe", "probe"),
-    "decide.replan": ("Replan",),
-    "integrations.triggers": ("Triggers",),
+    "controllers.replan": ("Replan",),
+    "flexible.triggers": ("Triggers",),
 }
 # Modules that need a trainer's package; so neither `from gradwire import *` nor `dir` has them.
 _TRAINERS = ("accelerate", "keras", "lightning", "ray", "transformers")
@@ -165,7 +165,7 @@ if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name
         from importlib import import_module
 
         if name in _TRAINERS:
-            return import_module(f"{__name__}.integrations.trainers.{name}")
+            return import_module(f"{__name__}.trainers.{name}")
         if name not in __all__:
             try:  # gradwire.codecs, ... without an import of its own
                 return import_module(f"{__name__}.{name}")

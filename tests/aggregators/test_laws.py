@@ -36,7 +36,7 @@ from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
 from products import EXHAUSTIVE, one_in
 from ranks import as_threads
-from rooms.integrations import Gather, Split
+from rooms.handles import Gather, Split
 
 SHAPES: list[Shape] = [(20, 30), (9,), (2, 3), (1500,), (33, 17), (20, 30), (), (0,), (8, 3, 3, 3)]
 

@@ -34,7 +34,8 @@ from gradwire.engine import Communicator
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.transport import Hub
 from ranks import as_threads
-from rooms.integrations import Saved, StateSection, aggregators_section, steps_section
+from rooms.handles import aggregators_section, steps_section
+from rooms.state import Saved, StateSection
 
 SHAPES: list[Shape] = [(20, 30), (9,), (7, 5), (33, 17), (2, 3), (8, 3, 3, 3)]
 

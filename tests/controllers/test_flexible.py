@@ -11,7 +11,7 @@ import pytest
 from gradwire.aggregators import ARTopK, LWTopK
 from gradwire.controllers.flexible import DENSITIES, Candidate, knee, search, sparse_collectives
 from gradwire.errors import ConfigError
-from rooms.integrations import ALGORITHMS, method_of, selected_from
+from rooms.flexible import ALGORITHMS, method_of, selected_from
 
 pytest.importorskip("pymoo")
 

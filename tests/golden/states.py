@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from golden.trained import Products
 from ranks import as_processes
-from rooms.integrations import Compression, read, write
+from rooms.trainers import Compression, read, write
 
 FOLDER = Path(__file__).parent / "states"
 LINES = FOLDER / "states.txt"

@@ -17,7 +17,7 @@ from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import ROW, KernelCall, Series, kernels
 from gradwire.lang.call import Call
 from gradwire.lang.lowrank import Compiled, Factored
-from rooms.integrations import Payloads, Piece
+from rooms.handles import Payloads, Piece
 
 
 def refused(said: str, call: Callable[..., Any], *given: Any, **more: Any) -> None:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import all_pass
-from rooms.integrations import hook_state
+from rooms.handles import hook_state
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,13 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from adaptive_model import layers, model_of
 from sharded_model import digest, owed, own_mesh, sharded
-from test_automatic import QUICK
+from test_automatic import clocked, how
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from rooms.integrations import WantedSetting
 
 WAYS = ("own", "full", "dcp")
 # Passes: after the first a decision is in force, after the second another. No window has them.
@@ -28,7 +27,7 @@ SAVED, END = 7, 13
 WITHOUT = 3, 5  # where nothing is decided
 CHECKED = gw.Replan(every=10, first=4, average=2, share=1.0)  # decides early, where a plan is stale
 OFTEN = gw.Replan(every=6, first=4, average=2, share=1.0, stale=None)
-SKETCHED = WantedSetting("powersgd:rank=2", "sra", rank=3, seconds=1.0)
+TRIED = 40, 44  # where trials come before
 
 
 def remembering(group: Any) -> tuple[Any, gw.Handle]:
@@ -55,9 +54,12 @@ def choosing_both(group: Any) -> tuple[Any, gw.Handle]:
 
 
 def automatic(group: Any) -> tuple[Any, gw.Handle]:
-    """A plan that measurements choose, which no state has: here one with residuals."""
+    """A plan that trials choose, which no state has: here one with residuals."""
     model = model_of("ddp", group)
-    return model, gw.attach(model, "auto", auto=QUICK)
+    auto = gw.Auto((), ("powersgd:rank=2",), policy=None, trial=1, watch=0)
+    handle: Any = gw.attach(model, "auto", auto=auto)
+    clocked(handle, lambda: 1.0 if "powersgd" in how(handle)["0.weight"] else 30.0)
+    return model, handle
 
 
 def weighing(group: Any) -> tuple[Any, gw.Handle]:
@@ -137,10 +139,7 @@ class Job:
 
     def settle(self) -> None:
         """Wait until all ranks have decided, and prepared what they will use."""
-        automatic, adaptation = self.handle.automatic, self.handle.adaptation
-        for serial in (automatic and automatic.serial, adaptation and adaptation._serial):
-            if serial is not None:
-                serial.wait()
+        self.handle._reductions.runner.wait()
         self.handle._reductions.switch.change(lambda plan: plan)
         dist.barrier(self.group)
 

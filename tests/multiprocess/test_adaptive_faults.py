@@ -23,7 +23,7 @@ from gradwire.controllers import Budget, Layer, Policy
 from products import EXHAUSTIVE
 from ranks import each, together
 from rooms.decide import Decider, tables
-from rooms.integrations import Switch
+from rooms.handles import Switch
 
 pytestmark = pytest.mark.multiprocess
 

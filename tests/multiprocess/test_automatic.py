@@ -56,7 +56,7 @@ def train(model: DDP, handle: Any, until: Callable[[], object]) -> None:
     raise AssertionError(handle.history())
 
 
-def clocked(handle: Any, model: DDP, seconds: Callable[[], float]) -> None:
+def clocked(handle: Any, seconds: Callable[[], float]) -> None:
     """A pass takes so long by the clock of the handle."""
     now = itertools.accumulate(iter(seconds, None), initial=0.0)
     handle._reductions.runner._clock = lambda: next(now)
@@ -90,7 +90,7 @@ def it_tries_settles_and_adapts(rank: int) -> None:
             30.0 if rank == len(slow) % 2 and how(handle)["0.weight"].startswith(slow[-1]) else 1.0
         )
 
-    clocked(handle, model, seconds)
+    clocked(handle, seconds)
     assert how(handle)["0.weight"] == "cast(dtype='bf16')"
     train(model, handle, lambda: handle.adaptation is not None and handle.adaptation.history)
     assert auto.setting == "qsgd:bits=4"
@@ -114,7 +114,7 @@ def it_tries_settles_and_adapts(rank: int) -> None:
 
 def a_state_loads_whatever_plan_was_in_force(rank: int) -> None:
     model, handle = made()
-    clocked(handle, model, lambda: 1.0 if "qsgd" in how(handle)["0.weight"] else 30.0)
+    clocked(handle, lambda: 1.0 if "qsgd" in how(handle)["0.weight"] else 30.0)
     train(model, handle, lambda: handle.adaptation is not None)
     state = handle.state_dict()
     assert "QSGD" in state["parameters"]["0.weight"]["codec"]

@@ -31,7 +31,8 @@ from leftovers import until
 from products import EXHAUSTIVE
 from ranks import as_processes, caught, together
 from rooms.decide import Decider
-from rooms.integrations import Switch, formats, in_backward
+from rooms.handles import Switch, in_backward
+from rooms.state import formats
 
 pytestmark = pytest.mark.multiprocess
 

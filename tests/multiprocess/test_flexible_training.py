@@ -16,8 +16,8 @@ from torch import nn
 import gradwire as gw
 from gradwire.planner.links import Links
 from ranks import each, refuses, together
-from rooms.integrations import MemoryCheckpoint
-from rooms.integrations import flexible as flexible_module
+from rooms.flexible import MemoryCheckpoint
+from rooms.flexible import flexible as flexible_module
 
 pytestmark = pytest.mark.multiprocess
 

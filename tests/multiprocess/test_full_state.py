@@ -19,7 +19,7 @@ from saved_jobs import Job
 import gradwire as gw
 from gradwire.groups import communicator
 from ranks import caught, refuses, together
-from rooms.integrations import StateGather
+from rooms.state import StateGather
 
 pytestmark = pytest.mark.multiprocess
 

@@ -23,7 +23,7 @@ from saved_jobs import (
     MOVED,
     POLICIES,
     SAVED,
-    SKETCHED,
+    TRIED,
     WAYS,
     WITHOUT,
     Job,
@@ -32,7 +32,6 @@ from saved_jobs import (
     residuals,
 )
 from sharded_model import gathered, on_all, owed, unlike
-from test_automatic import planned
 
 import gradwire as gw
 from ranks import caught, together
@@ -43,97 +42,91 @@ pytestmark = pytest.mark.multiprocess
 def each_kind_resumes(rank: int, folder: Path) -> None:
     """At the number of ranks that saved: with the state of then, and on to the bits and decisions
     of a run that went on. (Of rank 0's state alone, each rank has what is not its own.)"""
-    with pytest.MonkeyPatch.context() as monkey:
-        for number, kind in enumerate(KINDS):
-            planned(monkey, [SKETCHED])
-            first = Job(kind)
-            at, end = WITHOUT if kind in KEPT or kind == "aggregating" else (SAVED, END)
-            first.train(0, at)
-            if kind == EVALUATED:
-                with torch.no_grad():
-                    first.loss(0)
-            first.save(folder / kind)
-            state, full = first.state(), first.handle.full_state_dict()
-            assert len(owed(full)) == 3 + first.many
-            assert all(residual.any() for residual in owed(full).values())
-            assert len(full["ranks"]) == full["world_size"] == dist.get_world_size()
-            assert bool(references(full)) == (kind == "learning" or KEPT.get(kind) == "reference")
-            if kind == "aggregating":
-                assert not torch.equal(*residuals(full))  # rank 0's says nothing of rank 1's
-            weights = first.weights()
-            if kind in POLICIES:
-                first.changes()
-            expected, decided = first.train(at, end), first.decisions()
-            assert kind not in POLICIES or expected[0][-1] != expected[-1][-1], decided
-            planned(monkey, [SKETCHED])
-            again = Job(kind)
-            again.has(weights)
-            again.loads("rank 0", folder / kind, full)
-            ways = (*WAYS[number % 3 :], *WAYS[: number % 3])
-            for way in ways if kind in MOVED else ("own",):
-                again.loads(way, folder / kind, full)
-                assert kind == "automatic" or again.state() == state, (kind, way)
-            if kind in POLICIES:
-                again.changes()
-            found = again.train(at, end)
-            if kind == "automatic":  # which begins anew
-                assert all(how == found[-1][-1] for how in on_all(found[-1][-1]))
-                continue
-            assert found == expected, kind
-            assert again.decisions() == decided, kind
-            if kind in POLICIES:
-                what_is_refused_changes_nothing(again, full)
-                again.loads("full", folder / kind, full)
-            else:  # back in time, once a version that is about to be replaced was gathered
-                with torch.no_grad():
-                    first.loss(0)
-                first.has(weights)
-                first.loads("full", folder / kind, full)
-                assert first.train(at, end) == expected, kind
-            if kind == "remembering":
-                how_values_were_rounded_does_not_matter(first)
-            if first.many:
-                without = first.handle.state_dict()
-                without.pop("levels")
-                first.handle.load_state_dict(without)
-                assert "levels" not in first.handle.state_dict()
+    for number, kind in enumerate(KINDS):
+        first = Job(kind)
+        at, end = WITHOUT if kind in KEPT or kind == "aggregating" else (SAVED, END)
+        at, end = TRIED if kind == "automatic" else (at, end)
+        first.train(0, at)
+        if kind == EVALUATED:
+            with torch.no_grad():
+                first.loss(0)
+        first.save(folder / kind)
+        state, full = first.state(), first.handle.full_state_dict()
+        assert len(owed(full)) == 3 + first.many
+        assert all(residual.any() for residual in owed(full).values())
+        assert len(full["ranks"]) == full["world_size"] == dist.get_world_size()
+        assert bool(references(full)) == (kind == "learning" or KEPT.get(kind) == "reference")
+        if kind == "aggregating":
+            assert not torch.equal(*residuals(full))  # rank 0's says nothing of rank 1's
+        weights = first.weights()
+        if kind in POLICIES:
+            first.changes()
+        expected, decided = first.train(at, end), first.decisions()
+        assert kind not in POLICIES or expected[0][-1] != expected[-1][-1], decided
+        again = Job(kind)
+        again.has(weights)
+        again.loads("rank 0", folder / kind, full)
+        ways = (*WAYS[number % 3 :], *WAYS[: number % 3])
+        for way in ways if kind in MOVED else ("own",):
+            again.loads(way, folder / kind, full)
+            assert kind == "automatic" or again.state() == state, (kind, way)
+        if kind in POLICIES:
+            again.changes()
+        found = again.train(at, end)
+        if kind == "automatic":  # which begins anew
+            assert all(how == found[-1][-1] for how in on_all(found[-1][-1]))
+            continue
+        assert found == expected, kind
+        assert again.decisions() == decided, kind
+        if kind in POLICIES:
+            what_is_refused_changes_nothing(again, full)
+            again.loads("full", folder / kind, full)
+        else:  # back in time, once a version that is about to be replaced was gathered
+            with torch.no_grad():
+                first.loss(0)
+            first.has(weights)
+            first.loads("full", folder / kind, full)
+            assert first.train(at, end) == expected, kind
+        if kind == "remembering":
+            how_values_were_rounded_does_not_matter(first)
+        if first.many:
+            without = first.handle.state_dict()
+            without.pop("levels")
+            first.handle.load_state_dict(without)
+            assert "levels" not in first.handle.state_dict()
 
 
 def each_kind_moves(rank: int, folder: Path, then: Path | None = None) -> None:
     """To another number of ranks, where training goes on, and is saved again."""
-    with pytest.MonkeyPatch.context() as monkey:
-        for kind in MOVED:
-            planned(monkey, [SKETCHED])
-            job = Job(kind)
-            full = torch.load(folder / kind / "full.pt", weights_only=True)
-            job.loads("rank 0", folder / kind, full)
-            if job.many:
-                job.train(0, 1)
-            states = set()
-            for way in WAYS:
-                job.loads(way, folder / kind, full)
-                if way != "dcp":  # which sums in another order
-                    states.add(job.state())
-            assert kind == "automatic" or len(states) == 1, kind
-            for losses, *_ in job.train(SAVED, SAVED + 2):
-                assert all(loss < float("inf") for loss in losses)
-            if then is not None:
-                job.save(then / kind)
-            assert all(how == job.methods() for how in on_all(job.methods()))
-            assert not unlike(gathered(job.model) if job.many else {})
+    for kind in MOVED:
+        job = Job(kind)
+        full = torch.load(folder / kind / "full.pt", weights_only=True)
+        job.loads("rank 0", folder / kind, full)
+        if job.many:
+            job.train(0, 1)
+        states = set()
+        for way in WAYS:
+            job.loads(way, folder / kind, full)
+            if way != "dcp":  # which sums in another order
+                states.add(job.state())
+        assert kind == "automatic" or len(states) == 1, kind
+        for losses, *_ in job.train(SAVED, SAVED + 2):
+            assert all(loss < float("inf") for loss in losses)
+        if then is not None:
+            job.save(then / kind)
+        assert all(how == job.methods() for how in on_all(job.methods()))
+        assert not unlike(gathered(job.model) if job.many else {})
 
 
 def each_kind_moves_from_a_single_rank(rank: int) -> None:
     mine, _ = dist.new_subgroups(1)
-    with pytest.MonkeyPatch.context() as monkey:
-        for kind in MOVED:
-            planned(monkey, [SKETCHED])
-            alone, job = Job(kind, mine), Job(kind)
-            alone.train(0, 2)
-            full = on_all(alone.handle.full_state_dict())[0]
-            job.handle.load_state_dict(full)
-            assert_loaded(job, full, drops=False)
-            job.train(2, 4)
+    for kind in MOVED:
+        alone, job = Job(kind, mine), Job(kind)
+        alone.train(0, 2)
+        full = on_all(alone.handle.full_state_dict())[0]
+        job.handle.load_state_dict(full)
+        assert_loaded(job, full, drops=False)
+        job.train(2, 4)
 
 
 def how_values_were_rounded_does_not_matter(job: Job) -> None:

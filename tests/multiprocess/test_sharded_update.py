@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from ranks import caught, refuses, together
-from rooms.integrations import Switch
+from rooms.handles import Switch
 
 pytestmark = pytest.mark.multiprocess
 

@@ -30,7 +30,7 @@ import gradwire as gw
 from gradwire.planner.weights import KEEP
 from products import EXHAUSTIVE
 from ranks import each, together
-from rooms.integrations import sharded_attach
+from rooms.handles import sharded_attach
 
 pytestmark = pytest.mark.multiprocess
 

@@ -97,7 +97,7 @@ print(json.dumps(found))
     assert done.stderr == ""
     found = json.loads(done.stdout)
     assert found["gradwire"] == ["gradwire"]
-    assert found["entry"] == ["gradwire.integrations", "gradwire.integrations.backend_entry"]
+    assert found["entry"] == ["gradwire.backend", "gradwire.backend.entry"]
     assert found["registered"] == 1
     assert "RuntimeError: injected: the registry is full" in found["refused"]
     assert found["names"] == len(gradwire.__all__)
@@ -111,7 +111,7 @@ import time
 first = time.perf_counter()
 import torch
 begin = time.perf_counter()
-from gradwire.integrations.backend_entry import autoload
+from gradwire.backend.entry import autoload
 autoload()
 import gradwire
 print((time.perf_counter() - begin) / (begin - first))
@@ -154,8 +154,8 @@ def test_a_broken_module_of_gradwire_does_not_break_torch(tmp_path: Path) -> Non
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__", "libraries"))
     kept = {
         copy / "__init__.py",
-        copy / "integrations" / "__init__.py",
-        copy / "integrations" / "backend_entry.py",
+        copy / "backend" / "__init__.py",
+        copy / "backend" / "entry.py",
     }
     broken = [path for path in copy.rglob("*.py") if path not in kept]
     assert len(broken) > 100

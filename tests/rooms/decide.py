@@ -1,9 +1,10 @@
 """Of `gradwire.decide`: what its page does not export, and tests use."""
 
+from gradwire.controllers.replan import CHECKS
+from gradwire.controllers.targets import policy_of, targets_of
 from gradwire.decide import auto, tables
 from gradwire.decide.auto import Automatic, worth
 from gradwire.decide.policy import Adaptation
-from gradwire.decide.replan import CHECKS
 from gradwire.decide.scripts import (
     UNTIMED,
     Make,
@@ -17,5 +18,4 @@ from gradwire.decide.scripts import (
     tried,
 )
 from gradwire.decide.tables import Decider, DecidingRank
-from gradwire.decide.targets import policy_of, targets_of
 from gradwire.decide.weighing import MOST, priorities, together

@@ -105,7 +105,7 @@ BESIDE = """
 import sys
 import tensorflow
 import torch
-from gradwire.integrations.trainers.keras_gradients import CROSSINGS
+from gradwire.trainers.keras_gradients import CROSSINGS
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
 with CROSSINGS["tensorflow"].attaching():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from rooms.integrations import stand_in
+from rooms.trainers import stand_in
 
 TRAINERS = {
     "lightning": ["lightning", "lightning.pytorch", "pytorch_lightning"],
@@ -21,7 +21,7 @@ TRAINERS = {
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, f"gradwire.integrations.trainers.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"gradwire.trainers.{name}", raising=False)
     for package in TRAINERS[name]:
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ImportError, match=rf'pip install "gradwire\[{name}\]"'):

@@ -14,7 +14,7 @@ from gradwire_tools.bench.train import sharded
 from gradwire_tools.bench.train.method_run import MethodRun
 from products import EXHAUSTIVE
 from ranks import as_processes
-from rooms.integrations import SMALLEST
+from rooms.handles import SMALLEST
 
 pytestmark = pytest.mark.multiprocess
 

@@ -11,8 +11,8 @@ from gradwire.aggregators import Compressed, Dense, registry
 from gradwire.codecs import variants
 from gradwire.codecs.text import parse
 from gradwire_tools.bench.train import methods
+from rooms.backend import from_environment
 from rooms.collectives import codec_of
-from rooms.integrations import from_environment
 
 TEXTS = {
     "qsgd": QSGD(),

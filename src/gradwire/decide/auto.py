@@ -24,10 +24,10 @@ from gradwire.aggregators import registry
 from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.controllers import Policy
+from gradwire.controllers.replan import Replan
+from gradwire.controllers.targets import policy_of
 from gradwire.decide.policy import Adaptation, Subject
-from gradwire.decide.replan import Replan
 from gradwire.decide.scripts import Pass, Passes, Script, Tell, Use, tried
-from gradwire.decide.targets import policy_of
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.planner import Plan

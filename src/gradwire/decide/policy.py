@@ -5,9 +5,9 @@
     2. in the background ranks decide together (decide/tables.py)
     3. every rank requests the choices as an update of its plan, and all adopt it at the same pass
 
-Between decisions, checks look for a plan that has gone stale (decide/replan.py). Within the budget
-the uniform plan is what `attach` was given. If a step fails on one rank, that round ends on all,
-with a line in the log, and the plan stays.
+Between decisions, checks look for a plan that has gone stale (controllers/replan.py). Within the
+budget the uniform plan is what `attach` was given. If a step fails on one rank, that round ends on
+all, with a line in the log, and the plan stays.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from gradwire.aggregators import Aggregator
 from gradwire.aggregators import registry as aggregators
 from gradwire.controllers import Policy
-from gradwire.decide.replan import Replan
+from gradwire.controllers.replan import Replan
+from gradwire.controllers.targets import GRADIENTS, Methods, Target, targets_of, with_methods
 from gradwire.decide.scripts import Make, NextWindow, Passes, Runner, Running, Script, Tell, Use
 from gradwire.decide.tables import Decider, DecidingRank, Ruling, Window, reason
-from gradwire.decide.targets import GRADIENTS, Methods, Target, targets_of, with_methods
 from gradwire.decide.weighing import AFTER, Names, priorities, weighed
 from gradwire.errors import ConfigError
 from gradwire.planner import Plan, Rules

@@ -26,10 +26,10 @@ from gradwire.aggregators import Aggregator
 from gradwire.controllers import Budget, Layer, Policy, error
 from gradwire.controllers.layer import plan_error
 from gradwire.controllers.losses import losses
+from gradwire.controllers.replan import Replan
 from gradwire.controllers.tables import table
-from gradwire.decide.replan import Replan
+from gradwire.controllers.targets import Target
 from gradwire.decide.scripts import Detached, Script, Tell
-from gradwire.decide.targets import Target
 from gradwire.errors import ConfigError
 
 _POLL_S = 0.05

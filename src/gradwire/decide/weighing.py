@@ -20,8 +20,8 @@ import numpy as np
 from gradwire.aggregators import Aggregator
 from gradwire.controllers import time_weights
 from gradwire.controllers.tables import nbytes
+from gradwire.controllers.targets import Target
 from gradwire.decide.scripts import Make, Pass, Script, tried
-from gradwire.decide.targets import Target
 from gradwire.errors import ConfigError
 
 AFTER = 4  # passes before the trial: DDP rebuilds its buckets after the first

@@ -7,7 +7,7 @@ headers: the plan, which ranks compare before its first use, defines every byte
 call, and must be the same on every rank. Where a payload's length depends on data, the length field
 says how much of it is in use, and collectives/packed_messages.py how it travels. The plan version
 is the newest that the sender, and all ranks whose values it has summed, can use
-(gradwire.integrations.switch).
+(gradwire.handles.switch).
 
 The checksum is the sum modulo 2^64 of the payload's 64-bit words and the plan version. It detects
 every change confined to one word, so every flipped bit, and runs at memory speed; the transport's

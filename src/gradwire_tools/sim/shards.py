@@ -2,8 +2,8 @@
 
 A parameter is cut by rows: rank r has rows r * m to (r + 1) * m, of which m = ceil(rows / N), and
 the last ranks have fewer. gradwire's gathers move payloads of bytes, encoded before and decoded
-after (gradwire.integrations.weights); its reduce-scatters have a codec per parameter
-(gradwire.integrations.scatter). Torch's collectives move all values, padding included, at one
+after (gradwire.handles.weights); its reduce-scatters have a codec per parameter
+(gradwire.handles.scatter). Torch's collectives move all values, padding included, at one
 width.
 """
 

@@ -43,8 +43,8 @@ from gradwire.engine.topology import Topology
 from gradwire.engine.trace import WIRE, Span
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.integrations.buckets import Buckets
-from gradwire.integrations.hook import hook_state
+from gradwire.handles.buckets import Buckets
+from gradwire.handles.hook import hook_state
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.given import Weights
 from gradwire_tools.bench.network.world import World

@@ -44,9 +44,9 @@ from gradwire.aggregators import Aggregator, Compressed, registry
 from gradwire.codecs.text import parse as parse_text
 from gradwire.collectives.calling import check_seed
 from gradwire.controllers.flexible import check_pymoo
-from gradwire.decide.targets import family_of, policy_of
+from gradwire.controllers.targets import family_of, policy_of
 from gradwire.errors import ConfigError, nearest, use_one_of
-from gradwire.integrations.flexible import check_numbers
+from gradwire.flexible.flexible import check_numbers
 from gradwire.lang import Codec
 from gradwire.lang.kernels import MEND, uncompiled
 from gradwire.planner import make_plan

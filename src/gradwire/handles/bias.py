@@ -1,0 +1,82 @@
+"""Codecs and error feedback that do not suit each other: a warning of each kind, once per process.
+
+What a biased codec leaves out of a gradient is lost at every step, in the same direction, unless
+error feedback keeps it: training may stop short of where it would end, with no error to be seen.
+Error feedback around a codec whose error may be larger than what it encodes adds errors up, until
+residuals exceed gradients by orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from gradwire.handles.summary import short
+from gradwire.planner import Plan
+from gradwire.planner.plan import ParameterPlan
+
+_NOT_THE_USER = ("gradwire.", "torch.")
+_BIASED, _GROWS = "biased", "grows"
+_warned: set[str] = set()  # kinds
+
+
+def warn_of_bias(plan: Plan, ranks: int, call: str = "gw.attach") -> None:
+    """Warn, unless this process has, of what `plan` sends through a biased codec alone, and of
+    error feedback around a method that does not contract.
+
+    Args:
+        call: the user's, that made this plan.
+    """
+    if ranks == 1:  # one rank alone sends nothing
+        return
+    if _BIASED not in _warned:
+        _warn_of_loss(plan, call)
+    if _GROWS not in _warned:
+        _warn_of_growth(plan)
+
+
+def _warn_of_loss(plan: Plan, call: str) -> None:
+    lossy = [p for p in plan.parameters if p.codec is not None and not p.feedback]
+    biased = {codec for codec in {p.codec for p in lossy} if codec is not None and codec.biased}
+    found = [p for p in lossy if p.codec in biased]
+    if found:
+        warn_once(
+            f"{_what(found)}, which is biased: without error feedback what it leaves out is lost, "
+            f"and training may not converge; give {call} error_feedback=True"
+        )
+
+
+def _warn_of_growth(plan: Plan) -> None:
+    fed = [p for p in plan.parameters if p.feedback]
+    loose = {method for method in {p.inner for p in fed} if not method.contracts}
+    found = [p for p in fed if p.inner in loose]
+    if found:
+        codec = found[0].codec
+        needs = codec is not None and codec.biased
+        mend = "" if needs else "leave error_feedback out, or "
+        warn_once(
+            f"{_what(found)}, whose error may be larger than what it encodes: error feedback adds "
+            f"such errors up, and residuals may grow without bound; {mend}use more bits, smaller "
+            "blocks or another codec",
+            _GROWS,
+        )
+
+
+def _what(found: list[ParameterPlan]) -> str:
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"gradients of {found[0].name}{more} go through {short(found[0].inner)}"
+
+
+def warn_once(message: str, kind: str = _BIASED) -> None:
+    """A UserWarning at the user's line; later calls for the same kind have no effect."""
+    if kind not in _warned:
+        _warned.add(kind)
+        warn_user(message)
+
+
+def warn_user(message: str) -> None:
+    """A UserWarning at the user's line."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_USER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

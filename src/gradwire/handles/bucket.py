@@ -1,0 +1,76 @@
+"""A bucket of DDP: what it holds in every pass, and one of them in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gradwire.aggregators import Attached
+from gradwire.handles.gather import Split
+
+
+@dataclass
+class Content:
+    """The constant contents of a bucket: not its gradients, whose memory may be replaced.
+
+    Attributes:
+        lengths: number of values of each parameter in the buffer, in order.
+        dtype, device: of the buffer; complex gradients are pairs of values.
+        split: the parameters by scope, under the plan in force.
+    """
+
+    parameters: list[torch.Tensor]
+    members: list[Attached]
+    lengths: list[int]
+    dtype: torch.dtype
+    device: torch.device
+    split: Split
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.dtype.itemsize * sum(self.lengths)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A bucket in flight.
+
+    Attributes:
+        buffer: its values; complex ones as pairs.
+        result: DDP's own tensor, which shares the memory.
+        ready: time.perf_counter when DDP submitted it.
+        ended: set once `future` has its result.
+        left, unstarted: number of its scopes that have not ended, or not started.
+    """
+
+    buffer: torch.Tensor
+    result: torch.Tensor
+    content: Content
+    future: torch.futures.Future[torch.Tensor]
+    ready: float = field(default_factory=time.perf_counter)
+    left: int = 0
+    unstarted: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.left = self.unstarted = bool(self.content.split.bucket) + bool(
+            self.content.split.model
+        )
+
+    def end(self) -> None:
+        """Give DDP the result."""
+        self.future.set_result(self.result)
+        self.ended.set()
+
+
+def lengths_in(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """The number of values of each gradient in the bucket: two per complex value, while
+    `GradBucket.gradients` counts one."""
+    lengths = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+    assert sum(lengths) == buffer.numel(), f"a bucket of {buffer.numel()} values for {lengths}"
+    return lengths

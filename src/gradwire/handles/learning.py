@@ -1,0 +1,120 @@
+"""Learned levels of a sharded module's codecs (THESIS 5.6.2, Alg. 5.1): learned and shared out.
+
+    1. each parameter has a learner: a rank with as large a shard of it as any
+    2. the learner fits the levels to its shard of the weights, or of the averaged gradient
+    3. all ranks get all levels: a sum, to which every rank but the learner adds zeros
+
+The thesis learns on one GPU per layer, too. Levels are between the minimum and the maximum of a
+block, so those of the averaged gradient serve for each rank's gradient: of what shapes its blocks,
+only the noise differs.
+
+Bytes sent per rank: 4 for each level, summed over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.codecs import LearnedLevels, learning
+from gradwire.errors import ConfigError
+from gradwire.handles.fsdp import Groups, shard_lengths
+from gradwire.planner.levels import KINDS, Levels, learns
+from gradwire.planner.plan import Plan
+
+SMALLEST = 100_000  # values of a parameter; learning does not pay below (THESIS 5.6.2)
+_MOST = 64  # levels of a codec
+_MISSING = -1.0  # in place of the first level: there is no gradient
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Levels to be learned.
+
+    Attributes:
+        kind: "weights" or "gradients".
+        learner: the replica 0's rank in the scatter group, that fits them.
+    """
+
+    kind: str
+    name: str
+    codec: LearnedLevels
+    learner: int
+
+
+def wanted(
+    plan: Plan, parameters: Mapping[str, Any], shards: int, smallest: int
+) -> Iterator[Wanted]:
+    """What a plan's codecs can learn; equal on all ranks.
+
+    Args:
+        parameters: FSDP's records, by name.
+        smallest: values of a parameter that is worth it.
+    """
+    number = 0
+    for p in plan.parameters:
+        for kind, codec in (("gradients", learns(p.codec)), ("weights", learns(p.weight))):
+            if codec is not None and p.numel >= smallest:
+                lengths = shard_lengths(parameters[p.name], shards)
+                largest = [rank for rank in range(shards) if lengths[rank] == max(lengths)]
+                yield Wanted(kind, p.name, codec, largest[number % len(largest)])
+                number += 1
+
+
+def learned(
+    targets: list[Wanted],
+    parameters: Mapping[str, Any],
+    groups: Groups,
+    summed: Callable[[torch.Tensor], None],
+    steps: int,
+    check: Callable[[], object],
+) -> Levels:
+    """The levels; collective.
+
+    Args:
+        summed: replaces a tensor, fp32[any] on the CPU, by its sum over all ranks.
+        steps: of gradient descent for each.
+        check: called while this rank learns; what it raises ends that.
+
+    Raises:
+        ConfigError: on all ranks: no parameter of those whose gradients are sent so has one.
+    """
+    table = torch.zeros(len(targets), _MOST, dtype=torch.float32)
+    for row, target in zip(table, targets, strict=True):
+        if groups.replica == 0 and target.learner == groups.shard:
+            _fit(row, target, parameters[target.name].sharded_param, steps, check)
+    summed(table.view(-1))
+    found: dict[str, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
+    for row, target in zip(table.tolist(), targets, strict=True):
+        if row[0] != _MISSING:
+            found[target.kind][target.name] = tuple(row[: 2**target.codec.bits])
+    missed = [t.name for t in targets if t.kind == "gradients" and t.name not in found[t.kind]]
+    if missed and not found["gradients"]:
+        raise ConfigError(
+            f"learn_levels: {missed[0]} has no gradient to learn from: call it after backward, "
+            "before zero_grad"
+        )
+    return Levels(**found)
+
+
+def _fit(
+    row: torch.Tensor,
+    target: Wanted,
+    parameter: torch.Tensor,
+    steps: int,
+    check: Callable[[], object],
+) -> None:
+    """Write the levels of this rank's shard into a row of the table."""
+    values = parameter if target.kind == "weights" else parameter.grad
+    if values is None:
+        row[0] = _MISSING
+        return
+    codec = target.codec
+    local = getattr(values, "_local_tensor", values).detach()
+    even = LearnedLevels(codec.bits, codec.block, codec.rounding).grid
+    stochastic = codec.rounding == "stochastic"
+    levels = learning.learn(local, even, codec.block, stochastic, steps, 0, check)
+    row[: 2**codec.bits] = torch.tensor(levels, dtype=row.dtype)

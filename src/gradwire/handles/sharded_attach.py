@@ -1,0 +1,155 @@
+"""Checks and plans FSDP2 modules, and attaches a handle to them once all ranks agree."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from gradwire.codecs import Identity
+from gradwire.collectives import Options
+from gradwire.controllers import Policy
+from gradwire.controllers.replan import Replan
+from gradwire.controllers.targets import targets_of
+from gradwire.engine import ranks_of
+from gradwire.errors import ConfigError
+from gradwire.groups import communicator
+from gradwire.handles.bias import warn_of_bias
+from gradwire.handles.fsdp import Groups, gather_group, process_groups
+from gradwire.handles.handle import Handle
+from gradwire.handles.scatters import Scatters
+from gradwire.handles.sharded_plan import (
+    Trained,
+    check_gathers,
+    check_nodes,
+    make_sharded_plan,
+    trained_of,
+)
+from gradwire.handles.uncompiled import available
+from gradwire.handles.wrapped import original
+from gradwire.lang import layout
+from gradwire.planner import Plan, Rules, WeightRules
+from gradwire.state.formats import StateGather
+from gradwire.state.state import members_of
+
+SHARE = 0.25  # of free memory, for payloads of weights that are kept unless `keep` is given
+# Handles of a group so far.
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class PlannedShards:
+    """FSDP modules that have passed the checks on this rank, and their plan."""
+
+    model: torch.nn.Module
+    trained: Trained
+    plan: Plan
+
+    def handle(
+        self,
+        seed: int,
+        adaptive: tuple[Policy, Replan] | None = None,
+        call: str = "gw.attach",
+    ) -> Handle:
+        """Attach, with a policy or none, as the user's `call`; raises ConfigError if ranks
+        disagree, or the policy has no choice."""
+        if adaptive is not None:
+            if adaptive[1].mixed:
+                raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
+            if adaptive[1].weigh != "bytes":
+                raise ConfigError(
+                    f"policy: Replan(weigh={adaptive[1].weigh!r}) is for DDP, which has buckets"
+                )
+            targets_of(self.plan)
+        groups, plan = self.trained.groups, self.plan
+        count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
+        agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
+        agreed += [] if adaptive is None else list(map(repr, adaptive))
+        told = [*groups.all]
+        if plan.weights is not None:
+            told.append(gather_group(self.trained.records[0]))
+        comms = [communicator(group) for group in dict.fromkeys(told)]
+        device = self.trained.records[0].device
+        plan = available(plan, self._planned, device, comms, adaptive)
+        if plan.weights is not None and plan.weights.keep is None:
+            none = "" if payloads_fit(self.trained, plan) else "none"
+            fit = ranks_of(comms).tell("whether payloads of weights fit", none).result()
+            keep = max(fit) or "payload"
+            plan = replace(plan, weights=replace(plan.weights, keep=keep))
+        agreed += plan.describe()
+        ranks_of(comms).agree("agreement", "the call of gw.attach", agreed).result()
+        warn_of_bias(plan, groups.size, call)
+        members = members_of(plan, seed, groups.rank, count)
+        name = comms[0].handle_name(original(self.model), plan.parameters[0].name)
+
+        def install(plan: Plan) -> Scatters:
+            return Scatters(self.model, self.trained, plan, members, seed, f"the sharded {name}")
+
+        gather = StateGather(process_groups(self.trained.records[0]).all)
+        scatters = install(plan)
+        if adaptive is not None and not plan.rules.uncompiled:
+            scatters.adapt(*adaptive)
+        return Handle(scatters, seed, groups.rank, gather, install)
+
+    def _planned(self, rules: Rules) -> Plan:
+        of, plan = self.trained, self.plan
+        return make_sharded_plan(
+            of.named, rules, of.groups.size, weights=plan.weights, options=plan.options
+        )
+
+
+def payloads_fit(trained: Trained, plan: Plan) -> bool:
+    """Whether all ranks' payloads of weights take at most `SHARE` of this rank's free memory."""
+    nbytes = sum(
+        layout(p.weight or Identity(), p.dtype).expected_nbytes(p.numel) for p in plan.parameters
+    )
+    return nbytes <= SHARE * free_bytes(trained.records[0].device)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free on a device; on the CPU, this rank's part of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        (line,) = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        found = 1024 * int(line)
+    except (OSError, ValueError):  # no Linux
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def plan_sharded(
+    model: torch.nn.Module,
+    rules: Rules,
+    like: Groups | None = None,
+    ours: Callable[[dist.ProcessGroup], bool] = lambda _: True,
+    weights: WeightRules | None = None,
+    options: Options | None = None,
+) -> PlannedShards:
+    """Check and plan every FSDP module in `model` on this rank, before ranks agree.
+
+    Args:
+        like: skip modules over other process groups than these, and modules that cannot have a
+            handle.
+        ours: whether gradients over a process group are compressed.
+        weights: how weights are gathered; None: by FSDP2.
+        options: of the collectives.
+
+    Raises:
+        ConfigError: a module cannot have a handle, modules use several process groups, an
+            aggregator is not a single codec, or as `make_plan`.
+    """
+    trained = trained_of(model, like, ours)
+    if weights is not None:
+        check_gathers(trained)
+    check_nodes(options or Options(), trained.groups.shards)
+    plan = make_sharded_plan(
+        trained.named, rules, trained.groups.size, weights=weights, options=options
+    )
+    return PlannedShards(model, trained, plan)

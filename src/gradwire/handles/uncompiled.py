@@ -1,0 +1,91 @@
+"""What is sent where codecs would be interpreted, on the CPU, for want of a compiler: 16 bits.
+
+An interpreted codec takes many times as long as to send everything. So ranks tell each other, as a
+handle is attached, whether their kernels are compiled; if one has none, all of them make their plan
+anew, in which bf16 stands in for codecs, also for those of later updates (`Rules.available`).
+A rank on which target eager was asked for interprets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.aggregators import registry
+from gradwire.controllers import Policy
+from gradwire.controllers.replan import Replan
+from gradwire.controllers.targets import targets_of
+from gradwire.decide.auto import Auto
+from gradwire.engine import Communicator, ranks_of
+from gradwire.errors import ConfigError
+from gradwire.handles.bias import warn_once
+from gradwire.lang import Codec
+from gradwire.lang.kernels import MEND, announce, uncompiled
+from gradwire.planner import Plan, Rules
+
+_NONE, _LACKS, _REFUSED = "", "lacks ", "refused "  # what a rank tells; the greatest counts
+
+
+def available(
+    plan: Plan,
+    planned: Callable[[Rules], Plan],
+    device: torch.device,
+    comms: Sequence[Communicator],
+    adaptive: tuple[Policy, Replan] | None = None,
+    auto: Auto | None = None,
+) -> Plan:
+    """The plan, or the one with `Rules.uncompiled`, about which a warning is given; all ranks call.
+
+    Args:
+        plan: as this rank was told.
+        planned: makes it with other rules.
+        device: of the parameters.
+        comms: over which it is agreed upon.
+        adaptive, auto: what will choose other methods than the plan's.
+
+    Raises:
+        ConfigError: nothing stands in for a method, or a rank may not compile where it would.
+        TransportError: a peer did not answer.
+    """
+    told, refused = None, None
+    if device.type == "cpu" and plan.options.target == "auto":
+        try:
+            told = uncompiled(dict.fromkeys(_encoders(plan, adaptive, auto)))
+        except ConfigError as error:  # of this rank's environment: others wait for this one
+            refused = error
+    rank = comms[0].ranks[comms[0].rank]
+    mine = _NONE if told is None else f"{_LACKS}rank {rank}: {told}"
+    mine = mine if refused is None else f"{_REFUSED}rank {rank}: {refused}"
+    found = max(ranks_of(comms).tell("compiled kernels", mine).result())
+    if refused is not None:
+        raise refused
+    if found.startswith(_REFUSED):
+        raise ConfigError(found.removeprefix(_REFUSED))
+    reason = found.removeprefix(_LACKS)
+    if not reason or all(comm.world_size == 1 for comm in comms):  # one rank sends nothing
+        return plan
+    made = planned(replace(plan.rules, uncompiled=reason))
+    warn_once(
+        f"no compiled kernels, so bf16 is sent in place of slow interpreted codecs: {reason}; "
+        f'{MEND}; options=gw.Options(target="eager") compresses nevertheless',
+        "uncompiled",
+    )
+    if told is not None:
+        announce(told, told=True)
+    return made
+
+
+def _encoders(
+    plan: Plan, adaptive: tuple[Policy, Replan] | None, auto: Auto | None
+) -> Iterator[Codec]:
+    """The codecs that a handle may use."""
+    yield from plan.encoders
+    for target in targets_of(plan, adaptive[1].mixed).values() if adaptive is not None else ():
+        for method in target.family.methods(next(iter(target.shapes.values()))):
+            yield from method.encoders
+    if auto is not None:
+        yield from auto.known_codecs
+        for text in auto.methods:
+            yield from registry.get(text).encoders

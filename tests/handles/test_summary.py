@@ -1,0 +1,189 @@
+"""`handle.summary()`: what is attached, before the first step and after, on one rank alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire.aggregators import Compressed, Dense, PowerSGD
+from products import EXHAUSTIVE
+from ranks import all_pass
+from rooms.handles import short
+from training import backward
+
+
+def mlp(width: int = 400) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 30), nn.Linear(30, 30))
+
+
+def step(model: nn.Module) -> None:
+    backward(model, torch.ones(4, 20))
+
+
+def number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return int(found.group(1).replace(",", ""))
+
+
+def expected(handle: Any) -> int:
+    return number(r"about ([\d,]+) expected", str(handle))
+
+
+def measured(handle: Any, model: nn.Module) -> int:
+    """Bytes of a step, once DDP has its buckets and all is prepared."""
+    for _ in range(3):
+        step(model)
+    before = handle.stats()
+    step(model)
+    after = handle.stats()
+    assert after["steps"] == before["steps"] + 1
+    return int(after["wire_bytes"] - before["wire_bytes"])
+
+
+def alone(rank: int, make: Any) -> Any:
+    """The handle; one rank prints it before the others have come to anything."""
+    model = make()
+    handle = gw.attach(model, bits=4, error_feedback=True, codecs={"3.weight": "terngrad"})
+    if rank == 0:  # the others wait for this rank by now: asking them would be a hang
+        text = str(handle)
+        assert "transport: not known before the first step" in text
+        assert "so far" not in text
+    dist.barrier()
+    return model, handle
+
+
+def on_ddp(rank: int) -> None:
+    ranks = dist.get_world_size()
+    model, handle = alone(rank, lambda: DDP(mlp()))
+    text = handle.summary()
+    numel = sum(p.numel() for p in model.parameters())
+    assert repr(handle) == text.splitlines()[0]
+    assert f"DDP module: 6 parameters, {numel:,} values; rank {rank} of {ranks}" in repr(handle)
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:5]}
+    assert rows["qsgd:bits=4"] == ["2", "20,000", "4.25", "yes"]
+    assert rows["terngrad:form=minmax"][:2] == ["1", "900"]
+    assert rows["none"] == ["3", "460", "32", "no"]
+    residuals = 4 * (20000 + 900)
+    assert f"0 bytes before the first step, {residuals:,} bytes from then on" in text
+    told = expected(handle)
+    # the formula is that of one bucket: then it is what is sent, to the byte
+    assert told == measured(handle, model) == expected(handle)
+    text = str(handle)
+    assert f"4 steps, {told:,} bytes per step and rank" in text
+    assert re.search(r"transport: (shm|torch_p2p)", text)
+    assert f"state of this rank: {residuals:,} bytes\n" in text + "\n"
+    raw = number(r"\(([\d,]+) uncompressed", text)
+    assert raw == round(2 * (ranks - 1) / ranks * 4 * numel)
+
+    methods = [(None, 0.0), ("powersgd:rank=2", 0.1), ("topk:density=0.1", 0.05)]
+    for method, within in methods if ranks == 2 else methods[:2]:
+        model = DDP(mlp())
+        handle = gw.attach(model, method, error_feedback=True)
+        both = torch.tensor([expected(handle), measured(handle, model)])
+        if method is not None:  # small matrices have few chunks, which some ranks own
+            dist.all_reduce(both)
+        told, sent = both.tolist()
+        assert abs(told - sent) <= within * sent, (method, told, sent)
+    model = DDP(mlp())
+    handle = gw.attach(model, algorithm="hierarchical")
+    if rank == 0:
+        assert "algorithm: hierarchical" in str(handle)
+    handle.update(bits=3)
+
+
+def on_fsdp(rank: int) -> None:
+    def sharded() -> nn.Module:
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # one that nothing has used
+        model = mlp(401)  # shards of varied lengths
+        model[3].weight.requires_grad_(False)
+        for layer in (model[0], model):
+            fully_shard(layer, mesh=mesh)
+        return model
+
+    model = sharded()
+    handle = gw.attach(model, bits=4, error_feedback=True)
+    dist.barrier()
+    text = handle.summary()
+    assert "FSDP2 module: 6 parameters" in text
+    assert "transport: not known before the first step" in text
+    told = expected(handle)
+    assert told == measured(handle, model)
+    text = str(handle)
+    assert re.search(r"transport: (shm|torch_p2p)", text)
+    assert f"4 steps, {told:,} bytes per step and rank" in text
+    stats = handle.stats()
+    assert stats["raw_bytes"] == 4 * number(r"\(([\d,]+) uncompressed", text)
+    handle.detach()
+    assert str(handle) == text.replace("FSDP2 module", "FSDP2 module (detached)", 1)
+
+    model = sharded()
+    handle = gw.attach(model, bits=4, weights={"*": "bf16"})
+    model[0].requires_grad_(False)
+    told = expected(handle)
+    assert told == measured(handle, model)
+    of_weights = handle.stats()["weights_wire_bytes"] / 4
+    assert f"{told:,} bytes of gradients and {of_weights:,.0f} of weights per step" in str(handle)
+
+
+def one_rank(rank: int) -> None:
+    handle = gw.attach(DDP(mlp()))
+    assert "one rank sends nothing" in str(handle)
+
+
+def replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(20, 41)), mesh=mesh)
+    handle = gw.attach(model, bits=4)
+    told = expected(handle)
+    assert told == measured(handle, model)
+    assert handle.stats()["raw_bytes"] == 4 * number(r"\(([\d,]+) uncompressed", str(handle))
+
+
+def sparse(rank: int) -> None:
+    """It expects what is sent during warm-up, too."""
+    sent = {}
+    for method in ("lwtopk:density=0.05", "dgc:density=0.1:warmup=1"):
+        model = DDP(mlp(60))
+        handle = gw.attach(model, method)
+        for number in range(2):
+            said, before = expected(handle), handle.stats()["wire_bytes"]
+            step(model)
+            now = sent[f"{method} {number}"] = handle.stats()["wire_bytes"] - before
+            assert abs(said - now) < 0.1 * now, method
+        handle.detach()
+    assert sent["dgc:density=0.1:warmup=1 0"] > 1.5 * sent["dgc:density=0.1:warmup=1 1"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        (1, [one_rank]),
+        (3, [on_ddp, on_fsdp, sparse]),
+        (4, [replicas]),
+        pytest.param(2, [on_ddp, on_fsdp], marks=EXHAUSTIVE),
+    ],
+)
+def test_summary(ranks: int, checks: Any) -> None:
+    all_pass(ranks, checks, timeout=30)
+
+
+def test_codecs_are_written_as_users_write_them() -> None:
+    assert short(Compressed(gw.QSGD())) == "qsgd:bits=4"
+    assert short(Compressed(gw.QSGD(bits=2, scale="max"))) == "qsgd:bits=2:scale=max"
+    assert short(Compressed(gw.Cast("bf16"))) == "bf16"
+    assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
+    assert short(Compressed(gw.Identity())) == "identity"
+    assert short(Dense()) == "none"

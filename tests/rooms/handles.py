@@ -1,0 +1,14 @@
+"""Of `gradwire.handles`: what its page does not export, and tests use."""
+
+from gradwire.handles import bias, scatters, sharded_attach, torch_versions, uncompiled
+from gradwire.handles.backward import in_backward
+from gradwire.handles.fsdp import Piece
+from gradwire.handles.gather import Gather, Split
+from gradwire.handles.hook import hook_state
+from gradwire.handles.learning import SMALLEST
+from gradwire.handles.metrics import Metrics, Sampler
+from gradwire.handles.payloads import Payloads, _most
+from gradwire.handles.sections import aggregators_section, steps_section
+from gradwire.handles.summary import short
+from gradwire.handles.switch import Switch
+from gradwire.handles.wrapped import original, plain_name, plain_names
