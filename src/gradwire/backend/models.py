@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.backend.scope import lacking
 from gradwire.backend.settings import Settings
 from gradwire.errors import ConfigError
-from gradwire.handles.attach import Planned, plan_ddp
+from gradwire.handles.ddp import Planned, plan_ddp
 from gradwire.handles.fsdp import process_groups, reduced_over
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state

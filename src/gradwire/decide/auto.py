@@ -228,6 +228,24 @@ class Automatic:
             log.log(level, "%spass %d: auto: %s", rank, row["pass"], line)
 
 
+def automate(auto: Auto, on: Adaptable) -> Automatic | None:
+    """Let trials choose the plan from now on; None: there is nothing to compress, which is said."""
+    uncompressed = on.remade(on.plan, on.plan.rules.changed(codec=None))
+    both = zip(on.plan.parameters, uncompressed.parameters, strict=True)
+    if any(p.numel and p.inner != without.inner for p, without in both):
+        made = Automatic(auto, on)
+        on.runner.start(made.script())
+        return made
+    line = (
+        "there is nothing to compress: include, exclude and codecs leave no matrix of fp32, fp16 "
+        "or bf16; nothing is tried"
+    )
+    on.decided({"by": "auto", "pass": 0, "line": line})
+    if on.place.first:
+        log.warning("auto: %s", line)
+    return None
+
+
 def pace(passes: Iterable[Pass]) -> float | None:
     """The median of the seconds of passes with the newest one's plan; None: there are too few."""
     *_, last = passes

@@ -28,8 +28,18 @@ from gradwire.aggregators import registry as aggregators
 from gradwire.controllers import Policy
 from gradwire.controllers.replan import Replan
 from gradwire.controllers.targets import GRADIENTS, Methods, Target, targets_of, with_methods
-from gradwire.decide.scripts import Make, NextWindow, Passes, Runner, Running, Script, Tell, Use
-from gradwire.decide.tables import Decider, DecidingRank, Ruling, Window, reason
+from gradwire.decide.scripts import (
+    DecidingRank,
+    Make,
+    NextWindow,
+    Passes,
+    Runner,
+    Running,
+    Script,
+    Tell,
+    Use,
+)
+from gradwire.decide.tables import Decider, Ruling, Window, reason
 from gradwire.decide.weighing import AFTER, Names, priorities, weighed
 from gradwire.errors import ConfigError
 from gradwire.planner import Plan, Rules

@@ -44,6 +44,33 @@ class Detached(BaseException):
     """Ends work of a handle that is being detached: not an error, which work would tell of."""
 
 
+@dataclass(frozen=True)
+class DecidingRank:
+    """A rank among those that decide.
+
+    Attributes:
+        rank: in the job, for errors.
+        index, ranks: of the ranks of its replica.
+        replica: there are several under HSDP, with equal values.
+        pieces: whether each rank has a shard of every parameter.
+    """
+
+    rank: int
+    index: int
+    ranks: int
+    replica: int = 0
+    pieces: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether it asks the policy, and speaks for all."""
+        return self.index == self.replica == 0
+
+    def sums(self, number: int) -> bool:
+        """Whether it sums the averages of a parameter."""
+        return self.pieces or number % self.ranks == self.index
+
+
 class Requested(Protocol):
     """A requested plan, see `Handle.update`."""
 

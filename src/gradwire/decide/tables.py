@@ -29,7 +29,7 @@ from gradwire.controllers.losses import losses
 from gradwire.controllers.replan import Replan
 from gradwire.controllers.tables import table
 from gradwire.controllers.targets import Target
-from gradwire.decide.scripts import Detached, Script, Tell
+from gradwire.decide.scripts import DecidingRank, Detached, Script, Tell
 from gradwire.errors import ConfigError
 
 _POLL_S = 0.05
@@ -88,33 +88,6 @@ class Chosen:
     methods: Mapping[str, Aggregator]
     error: float
     ratio: float
-
-
-@dataclass(frozen=True)
-class DecidingRank:
-    """A rank among those that decide.
-
-    Attributes:
-        rank: in the job, for errors.
-        index, ranks: of the ranks of its replica.
-        replica: there are several under HSDP, with equal values.
-        pieces: whether each rank has a shard of every parameter.
-    """
-
-    rank: int
-    index: int
-    ranks: int
-    replica: int = 0
-    pieces: bool = False
-
-    @property
-    def first(self) -> bool:
-        """Whether it asks the policy, and speaks for all."""
-        return self.index == self.replica == 0
-
-    def sums(self, number: int) -> bool:
-        """Whether it sums the averages of a parameter."""
-        return self.pieces or number % self.ranks == self.index
 
 
 class Decider:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
-from gradwire.decide.auto import Automatic
-from gradwire.decide.policy import Adaptation
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError, or_misspelt
-from gradwire.handles.learning import SMALLEST
 from gradwire.handles.metrics import EVERY, times_less
 from gradwire.handles.reductions import Reductions, with_options
 from gradwire.handles.sections import (
@@ -30,6 +27,12 @@ from gradwire.planner.files import PlanFile
 from gradwire.planner.weights import Weights
 from gradwire.state.formats import StateGather
 from gradwire.state.state import Saved, StateSection
+
+if TYPE_CHECKING:
+    from gradwire.decide.auto import Automatic
+    from gradwire.decide.policy import Adaptation
+
+SMALLEST = 100_000  # values of a parameter; learning does not pay below (THESIS 5.6.2)
 
 
 class _Unchanged:

@@ -25,7 +25,6 @@ from gradwire.handles.fsdp import Groups, shard_lengths
 from gradwire.planner.levels import KINDS, Levels, learns
 from gradwire.planner.plan import Plan
 
-SMALLEST = 100_000  # values of a parameter; learning does not pay below (THESIS 5.6.2)
 _MOST = 64  # levels of a codec
 _MISSING = -1.0  # in place of the first level: there is no gradient
 

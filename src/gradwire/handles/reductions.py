@@ -7,24 +7,17 @@ handles/scatters.py those of FSDP2 modules.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gradwire.aggregators import Attached, Observation
 from gradwire.collectives import Collective, Options, retire
 from gradwire.collectives.calling import options_of
-from gradwire.controllers import Policy
-from gradwire.controllers.replan import Replan
-from gradwire.decide.auto import Auto, Automatic
-from gradwire.decide.policy import Adaptation
-from gradwire.decide.scripts import Make, Runner
-from gradwire.decide.tables import DecidingRank
-from gradwire.decide.weighing import Names
+from gradwire.decide.scripts import DecidingRank, Make, Runner
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.handles.bias import warn_of_bias
@@ -34,8 +27,13 @@ from gradwire.handles.switch import Switch
 from gradwire.planner import Plan, Rules
 from gradwire.state.state import UNSHARDED, StateSection
 
-log = logging.getLogger("gradwire")
+if TYPE_CHECKING:
+    from gradwire.controllers import Policy
+    from gradwire.controllers.replan import Replan
+    from gradwire.decide.auto import Auto, Automatic
+    from gradwire.decide.policy import Adaptation
 
+State = Mapping[str, Any]
 _TOTALS = ("steps", "calls", "wire_bytes", "raw_bytes", "kernel_calls")
 _SECONDS = ("seconds", "exposed_seconds", "kernel_seconds")
 
@@ -251,6 +249,8 @@ class Reductions:
         Raises:
             ConfigError: there is no choice around the plan's methods.
         """
+        from gradwire.decide.policy import Adaptation  # loaded on use
+
         adaptation = Adaptation(policy, replan, self, before, passes)
         if self.ranks > 1:  # a single rank sends nothing
             self.adaptation = adaptation
@@ -258,19 +258,10 @@ class Reductions:
 
     def automate(self, auto: Auto) -> None:
         """Let trials choose the plan from now on."""
-        uncompressed = self.planned(self.plan, self.plan.rules.changed(codec=None))
-        both = zip(self.plan.parameters, uncompressed.parameters, strict=True)
-        if not any(p.numel and p.inner != without.inner for p, without in both):
-            line = (
-                "there is nothing to compress: include, exclude and codecs leave no matrix of "
-                "fp32, fp16 or bf16; nothing is tried"
-            )
-            self.decided({"by": "auto", "pass": 0, "line": line})
-            if self.place.first:
-                log.warning("auto: %s", line)
-            return
-        self.automatic = Automatic(auto, self)
-        self.runner.start(self.automatic.script())
+        from gradwire.decide.auto import automate  # loaded on use
+
+        if self.ranks > 1:
+            self.automatic = automate(auto, self)
 
     @property
     def place(self) -> DecidingRank:
@@ -307,7 +298,7 @@ class Reductions:
         """This rank's part of a weight."""
         raise NotImplementedError
 
-    def bucket_names(self) -> Names:
+    def bucket_names(self) -> Sequence[Sequence[str]]:
         """Of the parameters of each bucket, in the order of sending."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ import torch
 from gradwire.aggregators import Attached
 from gradwire.collectives import Collective, Item, Operation, prepare, start_round
 from gradwire.collectives.legal import uncompressed
-from gradwire.decide.tables import DecidingRank
+from gradwire.decide.scripts import DecidingRank
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator

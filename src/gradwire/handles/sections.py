@@ -17,7 +17,6 @@ import torch
 
 from gradwire.aggregators import OWED, Attached, ErrorFeedback, StateSpec
 from gradwire.aggregators.error_feedback import RESIDUAL
-from gradwire.decide.policy import Adaptation
 from gradwire.errors import ConfigError
 from gradwire.handles.bias import warn_user
 from gradwire.lang import rng
@@ -35,6 +34,7 @@ from gradwire.state.state import (
 )
 
 if TYPE_CHECKING:
+    from gradwire.decide.policy import Adaptation
     from gradwire.handles.gathered import GatheredWeights
 
 _MOST_STEPS = 1 << 48  # the bits above number the rounds of a step

@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
-from gradwire.controllers import Policy
-from gradwire.controllers.replan import Replan
-from gradwire.controllers.targets import targets_of
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.handles.arguments import Decides
 from gradwire.handles.bias import warn_of_bias
 from gradwire.handles.fsdp import Groups, gather_group, process_groups
 from gradwire.handles.handle import Handle
@@ -54,29 +52,29 @@ class PlannedShards:
     def handle(
         self,
         seed: int,
-        adaptive: tuple[Policy, Replan] | None = None,
+        decides: Decides = Decides(),  # noqa: B008
         call: str = "gw.attach",
     ) -> Handle:
         """Attach, with a policy or none, as the user's `call`; raises ConfigError if ranks
         disagree, or the policy has no choice."""
-        if adaptive is not None:
-            if adaptive[1].mixed:
-                raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
-            if adaptive[1].weigh != "bytes":
-                raise ConfigError(
-                    f"policy: Replan(weigh={adaptive[1].weigh!r}) is for DDP, which has buckets"
-                )
-            targets_of(self.plan)
+        replan = decides.replan
+        if replan is not None and replan.mixed:
+            raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
+        if replan is not None and replan.weigh != "bytes":
+            raise ConfigError(
+                f"policy: Replan(weigh={replan.weigh!r}) is for DDP, which has buckets"
+            )
+        decides.targets(self.plan)
         groups, plan = self.trained.groups, self.plan
         count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
         agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
-        agreed += [] if adaptive is None else list(map(repr, adaptive))
+        agreed += decides.describe()
         told = [*groups.all]
         if plan.weights is not None:
             told.append(gather_group(self.trained.records[0]))
         comms = [communicator(group) for group in dict.fromkeys(told)]
         device = self.trained.records[0].device
-        plan = available(plan, self._planned, device, comms, adaptive)
+        plan = available(plan, self._planned, device, comms, decides)
         if plan.weights is not None and plan.weights.keep is None:
             none = "" if payloads_fit(self.trained, plan) else "none"
             fit = ranks_of(comms).tell("whether payloads of weights fit", none).result()
@@ -93,8 +91,8 @@ class PlannedShards:
 
         gather = StateGather(process_groups(self.trained.records[0]).all)
         scatters = install(plan)
-        if adaptive is not None and not plan.rules.uncompiled:
-            scatters.adapt(*adaptive)
+        if not plan.rules.uncompiled:  # else there is nothing to choose from
+            decides.start(scatters)
         return Handle(scatters, seed, groups.rank, gather, install)
 
     def _planned(self, rules: Rules) -> Plan:

@@ -8,20 +8,15 @@ A rank on which target eager was asked for interprets them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from gradwire.aggregators import registry
-from gradwire.controllers import Policy
-from gradwire.controllers.replan import Replan
-from gradwire.controllers.targets import targets_of
-from gradwire.decide.auto import Auto
 from gradwire.engine import Communicator, ranks_of
 from gradwire.errors import ConfigError
+from gradwire.handles.arguments import Decides
 from gradwire.handles.bias import warn_once
-from gradwire.lang import Codec
 from gradwire.lang.kernels import MEND, announce, uncompiled
 from gradwire.planner import Plan, Rules
 
@@ -33,8 +28,7 @@ def available(
     planned: Callable[[Rules], Plan],
     device: torch.device,
     comms: Sequence[Communicator],
-    adaptive: tuple[Policy, Replan] | None = None,
-    auto: Auto | None = None,
+    decides: Decides,
 ) -> Plan:
     """The plan, or the one with `Rules.uncompiled`, about which a warning is given; all ranks call.
 
@@ -43,7 +37,7 @@ def available(
         planned: makes it with other rules.
         device: of the parameters.
         comms: over which it is agreed upon.
-        adaptive, auto: what will choose other methods than the plan's.
+        decides: what will choose other methods than the plan's.
 
     Raises:
         ConfigError: nothing stands in for a method, or a rank may not compile where it would.
@@ -52,7 +46,7 @@ def available(
     told, refused = None, None
     if device.type == "cpu" and plan.options.target == "auto":
         try:
-            told = uncompiled(dict.fromkeys(_encoders(plan, adaptive, auto)))
+            told = uncompiled(dict.fromkeys(decides.encoders(plan)))
         except ConfigError as error:  # of this rank's environment: others wait for this one
             refused = error
     rank = comms[0].ranks[comms[0].rank]
@@ -75,17 +69,3 @@ def available(
     if told is not None:
         announce(told, told=True)
     return made
-
-
-def _encoders(
-    plan: Plan, adaptive: tuple[Policy, Replan] | None, auto: Auto | None
-) -> Iterator[Codec]:
-    """The codecs that a handle may use."""
-    yield from plan.encoders
-    for target in targets_of(plan, adaptive[1].mixed).values() if adaptive is not None else ():
-        for method in target.family.methods(next(iter(target.shapes.values()))):
-            yield from method.encoders
-    if auto is not None:
-        yield from auto.known_codecs
-        for text in auto.methods:
-            yield from registry.get(text).encoders

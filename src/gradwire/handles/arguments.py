@@ -1,0 +1,204 @@
+"""The arguments of `attach` by subject, each with its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from gradwire.aggregators import registry
+from gradwire.aggregators.registry import Method
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.planner import Plan, Rules, WeightRules
+from gradwire.planner.files import PlanFile
+from gradwire.planner.weights import Weights, all_in_blocks
+
+if TYPE_CHECKING:  # loaded on use: most handles have no policy
+    from gradwire.controllers import Policy
+    from gradwire.controllers.replan import Replan
+    from gradwire.controllers.targets import Target
+    from gradwire.decide.auto import Auto
+    from gradwire.handles.reductions import Reductions
+
+
+@dataclass(frozen=True)
+class Methods:
+    """How gradients are averaged.
+
+    Attributes:
+        options: of the codec, as further keywords.
+        codec, include, exclude, codecs, error_feedback: see `attach`.
+    """
+
+    codec: Method = "qsgd"
+    options: Mapping[str, object] | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    codecs: Mapping[str, Method] | None = None
+    error_feedback: bool = False
+
+    def pinned(self, plan: PlanFile) -> Methods:
+        """Those of a plan's file, which says how each parameter is sent."""
+        if self.options or replace(self, options=None) != Methods():
+            raise ConfigError(_PINNED)
+        return Methods(None, {}, codecs=plan.by_name())
+
+    def rules(self, sharded: bool = False) -> Rules:
+        """Raises ConfigError for what makes no rules.
+
+        Args:
+            sharded: of FSDP2, whose codecs have larger blocks by default.
+        """
+        given: dict[str, Any] = {**vars(self)}
+        options = given.pop("options") or {}
+        if sharded:
+            given = all_in_blocks(given, options)
+        return Rules().changed(options, **given)
+
+
+_PINNED = (
+    "attach: a plan says how each parameter is sent: leave codec and its options, include, "
+    "exclude, codecs, error_feedback and weights out"
+)
+
+
+def read_plan(given: object, gathered: Gathered) -> PlanFile:
+    """The file that `plan` names.
+
+    Raises:
+        ConfigError: there is none, or other arguments say how parameters are sent, too.
+    """
+    if given == "measured":
+        raise ConfigError(
+            'attach: plan="measured": plan before training, by `torchrun --nproc-per-node N -m '
+            "gradwire plan --shapes FILE --save PLAN` on the network as it is, or `gradwire plan "
+            "--shapes FILE --net RATE,LATENCY --save PLAN` on a given one, and give plan=PLAN "
+            "(handle.plan.save writes FILE)"
+        )
+    if gathered.by is not None:
+        raise ConfigError(_PINNED)
+    return given if isinstance(given, PlanFile) else PlanFile.read(given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How FSDP2's weights are gathered.
+
+    Attributes:
+        by, keep: `weights` and `keep` of `attach`.
+    """
+
+    by: Weights
+    keep: str | None
+
+    def rules(self) -> WeightRules | None:
+        """None: as FSDP2 does; raises ConfigError for what makes no rules."""
+        rules = WeightRules.of(self.by, self.keep)
+        if self.by is None and self.keep is not None:
+            raise ConfigError(
+                f"attach: keep={self.keep!r} is for weights in a codec: give weights, too, such as "
+                '"randomshift:bits=8"'
+            )
+        return None if self.by is None else rules
+
+    def refuse(self) -> None:
+        """Raise ConfigError if there is anything: of DDP."""
+        if self.by is not None or self.keep is not None:
+            raise ConfigError(
+                "attach: weights and keep are for FSDP2 modules, which gather weights; DDP sends "
+                "gradients alone: leave these arguments out"
+            )
+
+
+@dataclass(frozen=True)
+class Decides:
+    """What changes the plan while training runs: a policy with its times, or automatic mode."""
+
+    policy: Policy | None = None
+    replan: Replan | None = None
+    auto: Auto | None = None
+
+    @classmethod
+    def of(
+        cls, policy: object, replan: object, auto: object, methods: Methods, model: object
+    ) -> tuple[Decides, Methods]:
+        """Also the methods to begin with."""
+        if policy is replan is auto is None and methods.codec != "auto":
+            return cls(), methods
+        from gradwire.controllers.replan import Replan
+        from gradwire.controllers.targets import policy_of
+        from gradwire.decide.auto import Auto
+
+        if not (auto is None or isinstance(auto, Auto)):
+            raise ConfigError(f"attach: auto={auto!r:.60}: give gw.Auto(...), or leave it out")
+        if methods.codec == "auto":
+            _check_automatic(model, methods, {"policy": policy, "replan": replan})
+            return cls(auto=auto or Auto()), replace(methods, codec="bf16")
+        if auto is not None:
+            raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')
+        if policy is None:
+            raise ConfigError(
+                "attach: replan is for a policy: give policy, too, such as gw.LGreco()"
+            )
+        if not (replan is None or isinstance(replan, Replan)):
+            raise ConfigError(
+                f"attach: replan={replan!r:.60}: give a gw.Replan, such as gw.Replan(every=500)"
+            )
+        found = policy_of(policy)
+        if found.budget is not None:
+            if methods.options or methods.codec not in ("qsgd", found.budget):
+                raise ConfigError(
+                    f"attach: codec={methods.codec!r:.60}: the policy's budget is "
+                    f"{found.budget!r}, and is the codec: leave codec and its options out, or the "
+                    "budget"
+                )
+            methods = replace(methods, codec=found.budget)
+        return cls(found, replan or Replan()), methods
+
+    def describe(self) -> list[str]:
+        """For agreement."""
+        return [repr(one) for one in (self.policy, self.replan, self.auto) if one is not None]
+
+    def targets(self, plan: Plan) -> list[Target]:
+        """What a policy chooses methods of; raises ConfigError if there is nothing."""
+        if self.replan is None:
+            return []
+        from gradwire.controllers.targets import targets_of
+
+        return list(targets_of(plan, self.replan.mixed).values())
+
+    def encoders(self, plan: Plan) -> Iterator[Codec]:
+        """The codecs that a handle may use which begins with a plan."""
+        yield from plan.encoders
+        for target in self.targets(plan):
+            for method in target.family.methods(next(iter(target.shapes.values()))):
+                yield from method.encoders
+        if self.auto is not None:
+            yield from self.auto.known_codecs
+            for text in self.auto.methods:
+                yield from registry.get(text).encoders
+
+    def start(self, on: Reductions) -> None:
+        """Decide from now on."""
+        if self.policy is not None and self.replan is not None:
+            on.adapt(self.policy, self.replan)
+        if self.auto is not None:
+            on.automate(self.auto)
+
+
+def _check_automatic(model: object, methods: Methods, given: Mapping[str, object]) -> None:
+    """Raise ConfigError for what does not go with "auto"."""
+    if isinstance(model, FSDPModule):
+        raise ConfigError(
+            'attach: "auto" is for DDP modules; give an FSDP2 module a codec (`gradwire sim '
+            "--sharded` predicts what it saves)"
+        )
+    feedback = {"error_feedback": methods.error_feedback or None}
+    for name, value in {**given, **(methods.options or {}), **feedback}.items():
+        if value is not None:
+            raise ConfigError(
+                f'attach: {name}={value!r:.60}: "auto" decides this; gw.Auto says between what'
+            )
