@@ -92,7 +92,7 @@ WRONG_METHODS = (
     ("qsgd:policy=lgreco:policy.best=2", "has no option 'best'"),
     ("qsgd:policy.share=0.5", "'policy.share'"),
     # That watch the network.
-    ("auto:pause=1", "has no option 'pause': use one of codecs, methods, policy, seconds"),
+    ("auto:pause=1", "has no option 'pause': use one of codecs, methods, policy, trial"),
     ("auto:trial=-1", "trial=-1"),
     ("flexible:density=0.1", "has no option 'density': use one of steps, seconds, gain"),
     ("flexible:gain=0", "gain=0"),
