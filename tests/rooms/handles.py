@@ -4,8 +4,8 @@ from gradwire.handles import bias, scatters, sharded_attach, torch_versions, unc
 from gradwire.handles.backward import in_backward
 from gradwire.handles.fsdp import Piece
 from gradwire.handles.gather import Gather, Split
-from gradwire.handles.hook import hook_state
 from gradwire.handles.handle import SMALLEST
+from gradwire.handles.hook import hook_state
 from gradwire.handles.metrics import Metrics, Sampler
 from gradwire.handles.payloads import Payloads, _most
 from gradwire.handles.sections import aggregators_section, steps_section
