@@ -65,7 +65,7 @@ _PINNED = (
 )
 
 
-def read_plan(given: object, gathered: Gathered) -> PlanFile:
+def read_plan(given: object, gathered: WeightsGiven) -> PlanFile:
     """The file that `plan` names.
 
     Raises:
@@ -84,7 +84,7 @@ def read_plan(given: object, gathered: Gathered) -> PlanFile:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class WeightsGiven:
     """How FSDP2's weights are gathered.
 
     Attributes:

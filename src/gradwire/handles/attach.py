@@ -17,7 +17,7 @@ from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.handles.alone import attach_alone
-from gradwire.handles.arguments import Decides, Gathered, Methods, read_plan
+from gradwire.handles.arguments import Decides, Methods, WeightsGiven, read_plan
 from gradwire.handles.ddp import COALESCE_BYTES, plan_ddp
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
@@ -139,7 +139,7 @@ def attach(
     check_coalesce_bytes(coalesce_bytes)
     model = in_hand(model)
     methods = Methods(codec, codec_options, include, exclude, codecs, error_feedback)
-    gathered = Gathered(weights, keep)
+    gathered = WeightsGiven(weights, keep)
     decides, methods = Decides.of(policy, replan, auto, methods, model)
     pinned = None
     if plan is not None:
