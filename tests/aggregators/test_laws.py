@@ -36,7 +36,7 @@ from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
 from products import EXHAUSTIVE, one_in
 from ranks import as_threads
-from rooms.handles import Gather, Split
+from rooms.handles import Coalescing, Split
 
 SHAPES: list[Shape] = [(20, 30), (9,), (2, 3), (1500,), (33, 17), (20, 30), (), (0,), (8, 3, 3, 3)]
 
@@ -372,7 +372,7 @@ def gathered(
     buckets: list[list[int]], aggregators: Sequence[Aggregator], coalesce_bytes: int
 ) -> list[list[int]]:
     """The scopes of a pass with these buckets."""
-    gather, scopes = Gather(coalesce_bytes), []
+    gather, scopes = Coalescing(coalesce_bytes), []
     for number, bucket in enumerate(buckets):
         split = Split.of([aggregators[i] for i in bucket])
         nbytes = 4 * sum(math.prod(SHAPES[i]) for i in bucket)

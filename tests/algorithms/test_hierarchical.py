@@ -1,4 +1,4 @@
-"""Algorithms in two levels on any machines: what each rank ends with, peers, bytes, memory."""
+"""Algorithms in two tiers on any machines: what each rank ends with, peers, bytes, memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_machine_alone_in_its_row() -> None:
     """Its holders receive nothing there, and the machine's sums still travel on."""
     for inside in ("full", "codec"):
         algorithm = Hierarchical((1, 2, 2, 2, 1, 2, 3, 3), inside, "grid")
-        assert [len(row) for row in algorithm.levels(8).outermost] == [2, 1]
+        assert [len(row) for row in algorithm.tiers(8).outermost] == [2, 1]
         check_all(algorithm, [[160] * algorithm.chunks(8)] * 2)
 
 
@@ -109,13 +109,13 @@ def test_equal_machines_have_equal_ranks() -> None:
 def test_a_small_machine_holds_as_many_shares() -> None:
     """Three ranks on one machine, two on the next: rank 3 has two shares, rank 4 one."""
     algorithm = Hierarchical((0, 0, 0, 1, 1))
-    levels = algorithm.levels(5)
-    assert levels.shares == (3, 2)
-    assert [levels.held(r, 1) for r in range(5)] == [
+    tiers = algorithm.tiers(5)
+    assert tiers.shares == (3, 2)
+    assert [tiers.held(r, 1) for r in range(5)] == [
         [(0,)], [(1,)], [(2,)], [(0,), (2,)], [(1,)],
     ]  # fmt: skip
     # the last share's parts are rank 2's and rank 3's
-    assert levels.owners == [0, 1, 2, 3, 4, 3]
+    assert tiers.owners == [0, 1, 2, 3, 4, 3]
     sizes = [[160] * 6]
     found = {r: sent_to(algorithm.build(r, 5, sizes)) for r in range(5)}
     assert sorted(found[2]) == [0, 0, 1, 1, 3, 3]
@@ -166,7 +166,7 @@ def test_memory_is_as_documented() -> None:
         assert (len(roles) - roles.count("local")) / 6 == pytest.approx(between)
 
 
-# ---- shards: reduce-scatter and all-gather in two levels ----------------------------------------
+# ---- shards: reduce-scatter and all-gather in two tiers ----------------------------------------
 
 Scatter = HierarchicalReduceScatter
 

@@ -2,8 +2,8 @@
 
 from gradwire.handles import bias, scatters, sharded_attach, torch_versions, uncompiled
 from gradwire.handles.backward import in_backward
+from gradwire.handles.coalescing import Coalescing, Split
 from gradwire.handles.fsdp import Piece
-from gradwire.handles.gather import Gather, Split
 from gradwire.handles.handle import SMALLEST
 from gradwire.handles.hook import hook_state
 from gradwire.handles.metrics import Metrics, Sampler

@@ -11,7 +11,7 @@ from report_rows import METHODS, RUN, sharded_rows, train_rows
 from gradwire_tools.bench.train.view import table
 from gradwire_tools.report import draw, learning, page
 from gradwire_tools.report.gain import Gain, Standing, judged, of_summaries, paired
-from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, Section, Tiles
+from gradwire_tools.report.parts import COLOURS, GAIN, LOSS, Section, TileChart
 
 FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
 
@@ -161,7 +161,7 @@ def section_of(rows: list[dict[str, Any]]) -> Section:
 def test_more_networks_than_columns_make_several_charts() -> None:
     rows = [row for rate in range(1, 8) for row in train_rows(f"{rate}gbit,1ms")]
     charts = [question.chart for question in section_of(rows).questions]
-    assert [isinstance(one, Tiles) and len(one.columns) for one in charts] == [5, 2, False]
+    assert [isinstance(one, TileChart) and len(one.columns) for one in charts] == [5, 2, False]
     # Networks are columns, with how they were measured.
     shown = section_of([*networks(), *networks(composed=True)]).questions[1]
     assert shown.table is not None

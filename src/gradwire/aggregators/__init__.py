@@ -6,8 +6,8 @@ from gradwire.aggregators.compressed import Compressed, Encoded
 from gradwire.aggregators.deepgradient import DeepGradientCompression
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.error_feedback import ErrorFeedback
-from gradwire.aggregators.gathered import LWTopK
 from gradwire.aggregators.globaltopk import GlobalTopK
+from gradwire.aggregators.lwtopk import LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import (
     Aggregator,

@@ -10,8 +10,8 @@ from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.compressed import Compressed
 from gradwire.aggregators.deepgradient import DeepGradientCompression
 from gradwire.aggregators.dense import Dense
-from gradwire.aggregators.gathered import LWTopK
 from gradwire.aggregators.globaltopk import GlobalTopK
+from gradwire.aggregators.lwtopk import LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
 from gradwire.aggregators.thc import THC

@@ -1,4 +1,4 @@
-"""The rank of every machine that handles a shard there, for collectives of shards in two levels.
+"""The rank of every machine that handles a shard there, for collectives of shards in two tiers.
 
 Vocabulary. Shard c belongs to rank c, its *owner*. On every machine one rank is the *holder* of
 shard c: on the owner's machine the owner, and on every other machine the rank through which the

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gradwire.aggregators import Attached
-from gradwire.handles.gather import Split
+from gradwire.handles.coalescing import Split
 
 
 @dataclass

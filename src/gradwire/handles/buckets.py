@@ -23,7 +23,7 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
 from gradwire.handles.backward import Backward
 from gradwire.handles.bucket import Bucket, Content, lengths_in
-from gradwire.handles.gather import Gather, Share, Split
+from gradwire.handles.coalescing import Coalescing, Share, Split
 from gradwire.handles.hook import HookState
 from gradwire.handles.memory_order import as_in_memory
 from gradwire.handles.momentum import MomentumGuard
@@ -79,7 +79,7 @@ class Buckets(Reductions):
         self._totals["backward_seconds"] = 0.0
         self._contents: dict[int, Content] = {}
         self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
-        self._gather = Gather(0)
+        self._coalescing = Coalescing(0)
         self._pass: list[Bucket] = []  # the buckets of this pass, in order
         self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
         self._pending: list[Bucket] = []
@@ -108,7 +108,7 @@ class Buckets(Reductions):
         ready = Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
-        for shares in self._gather.add(content.split, content.nbytes, is_last):
+        for shares in self._coalescing.add(content.split, content.nbytes, is_last):
             self._start(shares)
         if is_last:
             if self._comm.stream(buffer.device) is not None:
@@ -140,7 +140,7 @@ class Buckets(Reductions):
         if self.switch.plan is not before:
             for content in self._contents.values():
                 content.split = Split.of([m.aggregator for m in content.members])
-        self._gather = Gather(self.switch.plan.coalesce_bytes)
+        self._coalescing = Coalescing(self.switch.plan.coalesce_bytes)
         self._pass = []
 
     def _agreed(self) -> int | None:

@@ -22,7 +22,7 @@ import torch
 from gradwire.codecs import LearnedLevels, learning
 from gradwire.errors import ConfigError
 from gradwire.handles.fsdp import Groups, shard_lengths
-from gradwire.planner.levels import KINDS, Levels, learns
+from gradwire.planner.learned import KINDS, Learned, learns
 from gradwire.planner.plan import Plan
 
 _MOST = 64  # levels of a codec
@@ -70,7 +70,7 @@ def learned(
     summed: Callable[[torch.Tensor], None],
     steps: int,
     check: Callable[[], object],
-) -> Levels:
+) -> Learned:
     """The levels; collective.
 
     Args:
@@ -96,7 +96,7 @@ def learned(
             f"learn_levels: {missed[0]} has no gradient to learn from: call it after backward, "
             "before zero_grad"
         )
-    return Levels(**found)
+    return Learned(**found)
 
 
 def _fit(

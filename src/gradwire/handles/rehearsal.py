@@ -20,7 +20,7 @@ from gradwire.aggregators import Attached, rehearsed
 from gradwire.collectives import Collective
 from gradwire.control import digest
 from gradwire.engine import Owner
-from gradwire.handles.gather import Gather, Split
+from gradwire.handles.coalescing import Coalescing, Split
 from gradwire.planner import Plan
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def _step(
 ) -> list[Collective]:
     """Prepare the collectives of one step."""
     aggregators = {p.name: p.aggregator for p in plan.parameters}
-    gather = Gather(plan.coalesce_bytes)
+    coalescing = Coalescing(plan.coalesce_bytes)
     found = []
     for number, content in enumerate(contents):
         split = Split.of([aggregators[member.name] for member in content.members])
-        for shares in gather.add(split, content.nbytes, number == len(contents) - 1):
+        for shares in coalescing.add(split, content.nbytes, number == len(contents) - 1):
             scope, gradients = [], []
             for share in shares:
                 of = contents[share.bucket]

@@ -34,7 +34,7 @@ from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_pla
 from gradwire.handles.summary import Expected, expected_scatter
 from gradwire.lang import rng
 from gradwire.partition import Spec
-from gradwire.planner import Levels, Plan, Rules, WeightRules
+from gradwire.planner import Learned, Plan, Rules, WeightRules
 from gradwire.planner.weights import all_in_blocks
 from gradwire.state.state import SavedJob, Sharding, StateSection
 from gradwire.waiting import result_of
@@ -381,7 +381,7 @@ class Scatters(Reductions):
         for owner in self.all_owners():
             owner.check()
 
-    def _use(self, change: Callable[[Levels], Levels]) -> None:
+    def _use(self, change: Callable[[Learned], Learned]) -> None:
         """Change the levels in force, between two passes on all ranks."""
         self.switch.change(lambda plan: replace(plan, levels=change(plan.levels)))
         self.adopt()
@@ -410,10 +410,10 @@ class Scatters(Reductions):
     def sections(self) -> list[StateSection]:
         def save() -> dict[str, Any]:
             levels = self.switch.plan.levels
-            return {} if levels == Levels() else {"levels": levels.state()}
+            return {} if levels == Learned() else {"levels": levels.state()}
 
         def loading(job: SavedJob) -> Callable[[], None]:
-            levels = Levels.of(job.states[0].get("levels"))
+            levels = Learned.of(job.states[0].get("levels"))
             return lambda: self._use(lambda _: levels)
 
         found = [StateSection(save, loading, ("levels",))]

@@ -65,7 +65,7 @@ class Factored:
     right: torch.Tensor
 
 
-class LowRank(Protocol):
+class LowRankSteps(Protocol):
     """The steps, for all matrices of a scope."""
 
     def left(self) -> None:
@@ -89,7 +89,7 @@ class LowRank(Protocol):
         """
 
 
-def lowrank(matrices: Sequence[Factored]) -> LowRank:
+def lowrank(matrices: Sequence[Factored]) -> LowRankSteps:
     """The steps for these matrices. Without a compiler they are eager, with one warning."""
     if matrices[0].values.is_cuda:
         return Eager(matrices)

@@ -129,7 +129,7 @@ class Series:
         entries["threads"] = threads
         self.scaled = np.array([call.scaled for call in own], dtype=bool)
 
-    def bind(self, rows: np.ndarray, workspace: torch.Tensor, factor: float = 1.0) -> Bound:
+    def bind(self, rows: np.ndarray, workspace: torch.Tensor, factor: float = 1.0) -> BoundSeries:
         """The series on a table, which may still change in place.
 
         Args:
@@ -141,10 +141,10 @@ class Series:
         Raises:
             ConfigError: the table or the workspace is not so.
         """
-        return Bound(self, rows, workspace, factor)
+        return BoundSeries(self, rows, workspace, factor)
 
 
-class Bound:
+class BoundSeries:
     """A series on one table. Its calls share the workspace, so they must not run concurrently."""
 
     def __init__(

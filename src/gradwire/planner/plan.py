@@ -20,7 +20,7 @@ from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.partition import rotation
-from gradwire.planner.levels import Levels
+from gradwire.planner.learned import Learned
 from gradwire.planner.rules import Rules
 from gradwire.planner.weights import WeightRules
 
@@ -113,7 +113,7 @@ class Plan:
     coalesce_bytes: int
     parameters: tuple[ParameterPlan, ...]
     weights: WeightRules | None = None
-    levels: Levels = field(default_factory=Levels)
+    levels: Learned = field(default_factory=Learned)
 
     @property
     def encoders(self) -> list[Codec]:

@@ -22,14 +22,14 @@ _LONG = 2**63
 
 
 @dataclass(frozen=True)
-class Value:
+class KeyValue:
     """What may stand under a key: in words, and as a test."""
 
     words: str
     allows: Callable[[Any], bool]
 
-    def or_null(self) -> Value:
-        return Value(f"{self.words} or null", lambda value: value is None or self.allows(value))
+    def or_null(self) -> KeyValue:
+        return KeyValue(f"{self.words} or null", lambda value: value is None or self.allows(value))
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class RowKind:
     name: str
     marks: frozenset[str]
     values: Mapping[str, str]
-    keys: Mapping[str, Value]
-    more: Mapping[str, Value]
+    keys: Mapping[str, KeyValue]
+    more: Mapping[str, KeyValue]
 
     def has(self, row: Row) -> bool:
         return self.marks <= row.keys() and all(row[k] == v for k, v in self.values.items())
@@ -87,7 +87,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _values(told: str) -> dict[str, Value]:
+def _values(told: str) -> dict[str, KeyValue]:
     found = {}
     for one in told.split():
         key, _, name = one.partition(":")
@@ -143,25 +143,25 @@ def _run(value: Any) -> bool:
 
 
 _VALUES = {
-    "text": Value("a text", _text),
-    "number": Value("a number", _number),
-    "amount": Value("a number of 0 or more", _amount),
-    "integer": Value("an integer", _integer),
-    "count": Value("an integer of 0 or more", lambda v: _integer(v) and v >= 0),
-    "positive": Value("an integer of 1 or more", lambda v: _integer(v) and v > 0),
-    "spread": Value(
+    "text": KeyValue("a text", _text),
+    "number": KeyValue("a number", _number),
+    "amount": KeyValue("a number of 0 or more", _amount),
+    "integer": KeyValue("an integer", _integer),
+    "count": KeyValue("an integer of 0 or more", lambda v: _integer(v) and v >= 0),
+    "positive": KeyValue("an integer of 1 or more", lambda v: _integer(v) and v > 0),
+    "spread": KeyValue(
         "a list of two numbers, the lower one first,",
         lambda v: _list(_amount)(v) and len(v) == 2 and v[0] <= v[1],
     ),
-    "amounts": Value("a list of numbers of 0 or more", lambda v: _list(_amount)(v) and bool(v)),
-    "integers": Value("a list of integers", _list(_integer)),
-    "numbers": Value("a list of numbers or nulls", _list(_number, null=True)),
-    "times": Value("a list of numbers of 0 or more or nulls", _list(_amount, null=True)),
-    "flag": Value("true or false", lambda v: isinstance(v, bool)),
-    "layers": Value("an object of numbers of 0 or more", _object(_amount)),
-    "tried": Value("a list of what was tried: setting, seconds and used", _list(_tried)),
-    "options": Value("an object", lambda v: isinstance(v, dict)),
-    "plain": Value("a text or a number", lambda v: isinstance(v, bool | str) or _number(v)),
-    "network": Value("a network as RATE,LATENCY", _network),
+    "amounts": KeyValue("a list of numbers of 0 or more", lambda v: _list(_amount)(v) and bool(v)),
+    "integers": KeyValue("a list of integers", _list(_integer)),
+    "numbers": KeyValue("a list of numbers or nulls", _list(_number, null=True)),
+    "times": KeyValue("a list of numbers of 0 or more or nulls", _list(_amount, null=True)),
+    "flag": KeyValue("true or false", lambda v: isinstance(v, bool)),
+    "layers": KeyValue("an object of numbers of 0 or more", _object(_amount)),
+    "tried": KeyValue("a list of what was tried: setting, seconds and used", _list(_tried)),
+    "options": KeyValue("an object", lambda v: isinstance(v, dict)),
+    "plain": KeyValue("a text or a number", lambda v: isinstance(v, bool | str) or _number(v)),
+    "network": KeyValue("a network as RATE,LATENCY", _network),
 }
-_RUN = Value("an object of texts and numbers or null", _run)
+_RUN = KeyValue("an object of texts and numbers or null", _run)

@@ -55,7 +55,7 @@ def settle(hosts: str) -> None:
             _mount(file.name, "/etc/hosts", None, _MS_BIND)
 
 
-class Node:
+class LabNode:
     """A network namespace with its own host name, kept alive by two descriptors alone."""
 
     def __init__(self, hostname: str) -> None:

@@ -63,7 +63,7 @@ class Supervisor:
         self.control = control
         self.caller = caller
         self.isolated = isolated
-        self.nodes: list[namespaces.Node] = []
+        self.nodes: list[namespaces.LabNode] = []
         # pid -> the caller's id of a running node process, and the process
         self.running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self.line: subprocess.Popen[bytes] | None = None
@@ -133,7 +133,7 @@ class Supervisor:
         namespaces.settle(links.hosts(nodes))
         settings = links.settings(rate, latency_ns)
         for rank in range(nodes):
-            node = namespaces.Node(links.hostname(rank))
+            node = namespaces.LabNode(links.hostname(rank))
             node.set(settings)
             self.nodes.append(node)
             self._run("ip", links.ip_node(rank, nodes, os.getpid()), node)
@@ -250,7 +250,7 @@ class Supervisor:
             return False
         return True
 
-    def _run(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> None:
+    def _run(self, tool: str, batch: list[str], node: namespaces.LabNode | None = None) -> None:
         """Run a batch of `ip` or `tc` commands in `node`, or in the switch."""
         done = subprocess.run(
             [_program(tool), "-batch", "-"],

@@ -65,9 +65,12 @@ _LOOK = str(resources.files("gradwire_tools.report").joinpath("charts.mplstyle")
 def svg(chart: parts.Chart, title: str, salt: str = "") -> str:
     """The chart as an element of a page, whose pictures differ in `salt`; `title` is read to those
     who do not see it."""
-    draw: Any = {parts.Lines: _lines, parts.Bars: _bars, parts.Dots: _dots, parts.Tiles: _tiles}[
-        type(chart)
-    ]
+    draw: Any = {
+        parts.Lines: _lines,
+        parts.Bars: _bars,
+        parts.Dots: _dots,
+        parts.TileChart: _tiles,
+    }[type(chart)]
     look: list[Any] = [_LOOK, {"svg.hashsalt": salt}]
     with style.context(look, after_reset=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters without a font here, and axes without values
@@ -275,7 +278,7 @@ def _dots(axes: Axes, chart: parts.Dots) -> Drawn:
 # ---- tiles
 
 
-def _tiles(axes: Axes, chart: parts.Tiles) -> Drawn:
+def _tiles(axes: Axes, chart: parts.TileChart) -> Drawn:
     wide = 1 / max(1, len(chart.columns))
     columns = [
         name.replace(" latency", "").replace(" emulated", "").split(", ") for name in chart.columns

@@ -107,14 +107,14 @@ class Dots:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileChart:
     """A gain per row and column, None where nothing was measured; columns are networks."""
 
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[Gain | None]]]
 
 
-Chart = Lines | Bars | Dots | Tiles
+Chart = Lines | Bars | Dots | TileChart
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:

@@ -16,7 +16,7 @@ from gradwire_tools.bench.quantities import DASH, network, percent, plural, rate
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.report import costs, gain, learning
 from gradwire_tools.report.gain import Gain, Standing
-from gradwire_tools.report.parts import Chart, Question, Section, Table, Tiles, table
+from gradwire_tools.report.parts import Chart, Question, Section, Table, TileChart, table
 from gradwire_tools.report.rows import Row, grouped, run_of, split
 
 _LARGE = 0.1  # error of a composed time
@@ -195,7 +195,7 @@ def _trainings(rows: Sequence[Row]) -> list[Runs]:
     return found
 
 
-def _map(runs: Runs) -> Tiles:
+def _map(runs: Runs) -> TileChart:
     """Columns are networks, with how they were measured where the rows have both."""
     gains = [gain.of_summaries(*split(run)) for run in runs]
     methods = dict.fromkeys(name for of_net in gains for name in of_net)
@@ -206,7 +206,7 @@ def _map(runs: Runs) -> Tiles:
         if {(first["net"], True), (first["net"], False)} <= ways:
             told += ", composed" if first.get("composed") else ", whole"
         columns.append(told)
-    return Tiles(columns, [(name, [of_net.get(name) for of_net in gains]) for name in methods])
+    return TileChart(columns, [(name, [of_net.get(name) for of_net in gains]) for name in methods])
 
 
 def _gains(runs: Runs, among: Sequence[Row]) -> Section:
@@ -214,7 +214,7 @@ def _gains(runs: Runs, among: Sequence[Row]) -> Section:
     questions = []
     for at in range(0, len(runs), _COLUMNS):
         part = slice(at, at + _COLUMNS)
-        chart = Tiles(whole.columns[part], [(name, gains[part]) for name, gains in whole.rows])
+        chart = TileChart(whole.columns[part], [(name, gains[part]) for name, gains in whole.rows])
         answers = [
             _answer(net, {method: one for method, gains in chart.rows if (one := gains[place])})
             for place, net in enumerate(chart.columns)

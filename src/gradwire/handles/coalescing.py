@@ -38,7 +38,7 @@ class Split:
         return Split(*by_scope)
 
 
-class Gather:
+class Coalescing:
     """The buckets of one pass.
 
     Args:

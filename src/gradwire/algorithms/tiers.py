@@ -1,13 +1,13 @@
 """The rank that holds each share of the values, in nested groups of ranks.
 
 Vocabulary. A *unit* is a rank, or a group of units: a machine is a group of ranks, a row of a grid
-is a group of machines, and all ranks together are the outermost group. *Level* 0 is the level of
-the innermost groups. At level t, values are cut into S(t) *shares*, the number of units of the
+is a group of machines, and all ranks together are the outermost group. *Tier* 0 is the tier of
+the innermost groups. At tier t, values are cut into S(t) *shares*, the number of units of the
 largest group; in that group, unit k has share k. In a smaller group of g units, unit u has all
-shares k with k mod g = u. A *prefix* is a share of a share: (k0, k1) is share k1, at level 1, of
-share k0, at level 0. A chunk is a prefix whose length is the number of levels.
+shares k with k mod g = u. A *prefix* is a share of a share: (k0, k1) is share k1, at tier 1, of
+share k0, at tier 0. A chunk is a prefix whose length is the number of tiers.
 
-In each unit of level t exactly one rank holds a given prefix of length t. These ranks, one per unit
+In each unit of tier t exactly one rank holds a given prefix of length t. These ranks, one per unit
 of a group, are *counterparts*: they exchange the prefix's chunks.
 """
 
@@ -25,12 +25,12 @@ Prefix = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Levels:
+class Tiers:
     """Nested groups; all ranks have the same depth.
 
     Attributes:
         outermost: the group of all ranks.
-        roles: per level, the role of what is sent to holders, innermost first.
+        roles: per tier, the role of what is sent to holders, innermost first.
     """
 
     outermost: tuple[Unit, ...]
@@ -38,7 +38,7 @@ class Levels:
 
     @cached_property
     def paths(self) -> dict[int, tuple[int, ...]]:
-        """Per rank, the index of its unit in its group at each level, innermost first."""
+        """Per rank, the index of its unit in its group at each tier, innermost first."""
         found: dict[int, tuple[int, ...]] = {}
 
         def walk(unit: Unit, path: tuple[int, ...]) -> None:
@@ -53,12 +53,12 @@ class Levels:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """S(t) per level, innermost first."""
+        """S(t) per tier, innermost first."""
         return tuple(max(places) + 1 for places in zip(*self.paths.values(), strict=True))
 
     @property
     def depth(self) -> int:
-        """The number of levels."""
+        """The number of tiers."""
         return len(self.roles)
 
     @property
@@ -66,10 +66,10 @@ class Levels:
         """The number of chunks."""
         return self._weights[-1]
 
-    def group(self, rank: int, level: int) -> tuple[Unit, ...]:
-        """The group of `rank` at `level`."""
+    def group(self, rank: int, tier: int) -> tuple[Unit, ...]:
+        """The group of `rank` at `tier`."""
         found: Unit = self.outermost
-        for place in reversed(self.paths[rank][level + 1 :]):
+        for place in reversed(self.paths[rank][tier + 1 :]):
             assert not isinstance(found, int)
             found = found[place]
         assert not isinstance(found, int)
@@ -79,27 +79,27 @@ class Levels:
         """The ranks of `rank`'s group that hold `prefix` in their units, `rank` included."""
         return [_holder(unit, prefix) for unit in self.group(rank, len(prefix))]
 
-    def shares_of(self, unit: int, rank: int, level: int) -> range:
+    def shares_of(self, unit: int, rank: int, tier: int) -> range:
         """The shares of a unit in `rank`'s group."""
-        return range(unit, self.shares[level], len(self.group(rank, level)))
+        return range(unit, self.shares[tier], len(self.group(rank, tier)))
 
-    def held(self, rank: int, level: int) -> list[Prefix]:
-        """The prefixes of length `level` that `rank` holds in its unit of that level."""
-        if not level:
+    def held(self, rank: int, tier: int) -> list[Prefix]:
+        """The prefixes of length `tier` that `rank` holds in its unit of that tier."""
+        if not tier:
             return [()]
-        before = self.held(rank, level - 1)
-        shares = self.shares_of(self.paths[rank][level - 1], rank, level - 1)
+        before = self.held(rank, tier - 1)
+        shares = self.shares_of(self.paths[rank][tier - 1], rank, tier - 1)
         return [(*prefix, share) for prefix in before for share in shares]
 
-    def away(self, rank: int, level: int) -> list[tuple[Prefix, int]]:
+    def away(self, rank: int, tier: int) -> list[tuple[Prefix, int]]:
         """(prefix, its holder) for the parts of what `rank` holds that belong to other units of its
         group; units after its own come first."""
-        units, place = len(self.group(rank, level)), self.paths[rank][level]
+        units, place = len(self.group(rank, tier)), self.paths[rank][tier]
         found = []
-        for prefix in self.held(rank, level):
+        for prefix in self.held(rank, tier):
             holders = self.counterparts(rank, prefix)
             for unit in (*range(place + 1, units), *range(place)):
-                shares = self.shares_of(unit, rank, level)
+                shares = self.shares_of(unit, rank, tier)
                 found += [((*prefix, share), holders[unit]) for share in shares]
         return found
 
@@ -127,16 +127,16 @@ class Levels:
         return found
 
     def between(self, rank: int, other: int) -> int:
-        """The level at which two ranks are counterparts."""
+        """The tier at which two ranks are counterparts."""
         places = zip(self.paths[rank], self.paths[other], strict=True)
-        return max(level for level, (a, b) in enumerate(places) if a != b)
+        return max(tier for tier, (a, b) in enumerate(places) if a != b)
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:
         return tuple(accumulate(self.shares, mul, initial=1))
 
     def _number(self, chunk: Sequence[int]) -> int:
-        """Chunk numbers count the innermost level first: a machine's chunks are consecutive."""
+        """Chunk numbers count the innermost tier first: a machine's chunks are consecutive."""
         return sum(map(mul, chunk, self._weights))
 
 

@@ -23,7 +23,7 @@ KINDS = ("gradients", "weights")
 
 
 @dataclass(frozen=True)
-class Levels:
+class Learned:
     """Levels by parameter; equal on all ranks.
 
     Attributes:
@@ -48,9 +48,9 @@ class Levels:
             return p.weight
         return _with(codec, self.weights[p.name])
 
-    def changed(self, new: Levels) -> Levels:
+    def changed(self, new: Learned) -> Learned:
         """These levels, those of `new` in place of older ones."""
-        return Levels({**self.gradients, **new.gradients}, {**self.weights, **new.weights})
+        return Learned({**self.gradients, **new.gradients}, {**self.weights, **new.weights})
 
     def lines(self) -> list[str]:
         """What ranks compare."""
@@ -68,7 +68,7 @@ class Levels:
         }
 
     @classmethod
-    def of(cls, saved: Any) -> Levels:
+    def of(cls, saved: Any) -> Learned:
         """From what `state` gave; None gives none.
 
         Raises:
