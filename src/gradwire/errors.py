@@ -124,6 +124,7 @@ def use_one_of(given: object, known: Iterable[str], elsewhere: Mapping[str, str]
     """The end of an error about a name that is not one of `known`: what to do. See `nearest`."""
     known = list(known)
     near = nearest(given, known, elsewhere)
+    near = None if near == given else near  # it is known, but not here
     listed = f"use one of {', '.join(known)}" if known else "it takes none"
     return listed if near is None else f"did you mean {near!r}? Else {listed}"
 

@@ -154,9 +154,19 @@ def test_every_rank_says_that_automatic_mode_has_ended(caplog: pytest.LogCapture
     module = Module(refuses=refused)
     mode = automatic(module)
     module.train(8)
-    assert lines(mode) == ["automatic mode has ended, the plan stays: one of the test's"]
+    assert lines(mode) == ["automatic mode has ended, bf16 stays: one of the test's"]
     said = f"rank 0: pass 4: auto: {lines(mode)[0]}"
     assert [one.getMessage() for one in caplog.records] == [said]
+    assert module.weight.how.startswith("Cast")
+
+
+def test_a_trial_that_fails_goes_back_to_what_was_decided_before() -> None:
+    """Here the second plan of the trial is refused, after the first was in force."""
+    module = Module(refuses=lambda plan: gw.ConfigError("no") if plan.version == 2 else None)
+    mode = automatic(module)
+    module.train(20)
+    assert lines(mode) == ["automatic mode has ended, bf16 stays: no"]
+    assert module.plan.version == 3
     assert module.weight.how.startswith("Cast")
 
 

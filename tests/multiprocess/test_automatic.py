@@ -195,6 +195,8 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
     ):
         said = refuses(name, lambda given=given: gw.attach(model, "auto", **given))
         assert '"auto" decides this' in said
+    sketched = gw.Auto(methods=["powersgd:rank=100000"])
+    refuses("rank=100000 does not shrink", lambda: gw.attach(model, "auto", auto=sketched))
     refuses('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto()))
     refuses("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5))  # type: ignore[arg-type]
 

@@ -31,7 +31,11 @@ def pinned(rank: int, folder: str) -> None:
     handle.detach()
     refuses("leave codec and its options", partial(gw.attach, ddp, "qsgd:bits=2", plan=path))
     other = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 32)))
-    refuses("1.weight", partial(gw.attach, other, plan=path))
+    said = "plan: the module has no parameter 1.weight, which the file has"
+    refuses(said, partial(gw.attach, other, plan=path))
+    refuses("leave codec", partial(gw.attach, ddp, "auto", plan=path))
+    for wrong in (5, "", b"plan.json", [path]):
+        refuses("give the path of a file", partial(gw.attach, ddp, plan=wrong))
 
     planned = replace(PlanFile.read(path), planned={"seconds": 1.0})
 

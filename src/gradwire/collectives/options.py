@@ -10,6 +10,8 @@ from gradwire.algorithms.hierarchical import BETWEEN, INSIDE
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang.kernels import TARGETS
 
+_MOST = 1 << 12  # each is a task, or a thread, of its own
+
 
 @dataclass(frozen=True)
 class Options:
@@ -66,6 +68,8 @@ class Options:
                 raise ConfigError(
                     f"{name}={value!r}: give an integer of at least 1, or None for the default"
                 )
+            if value is not None and value > _MOST:
+                raise ConfigError(f"{name}={value!r}: give {_MOST} at most")
         nodes = self.nodes
         if nodes is not None and not (
             isinstance(nodes, tuple) and all(isinstance(node, int) for node in nodes)

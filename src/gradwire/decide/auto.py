@@ -6,7 +6,7 @@
     3. a policy may then choose bits per parameter (decide/policy.py)
     4. once two looks have seen passes at another pace, again from 2
 
-If a step fails, the plan in force stays, and one line says so.
+If a step fails, what was decided before stays, and one line says so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from gradwire.decide.policy import Adaptation, Subject
 from gradwire.decide.scripts import Pass, Passes, Script, Tell, Use, tried
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire.planner import Plan
+from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
 
@@ -106,6 +107,10 @@ class Auto:
         """By name, from the most exact to the least."""
         return *EXACT, *self.codecs, *self.methods
 
+    def rules(self, given: Rules, method: str) -> Rules:
+        """The user's, with a candidate as the codec."""
+        return given.changed(codec=None if method == "none" else method)
+
     @property
     def known_codecs(self) -> list[Codec]:
         """The codecs themselves."""
@@ -164,12 +169,15 @@ class Automatic:
                 if policy is not None:
                     policy.stop()
                 self._note(changed)
-        except Exception as error:  # alike on all ranks, or the group is broken
-            line = f"automatic mode has ended, the plan stays: {error}"
+        except Exception as error:
+            line = f"automatic mode has ended, {self.setting} stays: {error}"
             self._note(line, logging.WARNING, said_by_all=True)
+            if isinstance(error, ConfigError):  # alike on all ranks; else the group is broken
+                with suppress(ConfigError):
+                    yield Use(partial(self._plan, self.setting))
 
     def _plan(self, method: str, before: Plan) -> Plan:
-        rules = self._rules.changed(codec=None if method == "none" else method)
+        rules = self._auto.rules(self._rules, method)
         return self._on.remade(replace(before, version=before.version + 1), rules)
 
     def _start_policy(self) -> None:

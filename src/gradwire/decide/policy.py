@@ -256,7 +256,7 @@ class Adaptation:
     def _round(self, ended: EndedWindow) -> Script:
         """Decide on a window, unless a rank has dropped it."""
         with self._lock:
-            windows = ended.values
+            windows, ended.values = ended.values, None
             if self._waiting is ended:
                 self._waiting = None
         self._rounds += 1

@@ -18,6 +18,7 @@ from gradwire.aggregators import Attached, Observation
 from gradwire.collectives import Collective, Options
 from gradwire.engine import Communicator, GroupInfo
 from gradwire.errors import ConfigError
+from gradwire.handles.arguments import Decides
 from gradwire.handles.backward import Backward
 from gradwire.handles.handle import Handle
 from gradwire.handles.reductions import Reductions
@@ -110,19 +111,26 @@ def plan_alone(
 
 
 def attach_alone(
-    model: torch.nn.Module, rules: Rules, of: tuple[Any, ...], seed: int, pinned: PlanFile | None
+    model: torch.nn.Module,
+    rules: Rules,
+    of: tuple[Any, ...],
+    seed: int,
+    pinned: PlanFile | None,
+    decides: Decides,
 ) -> Handle:
     """Attach to a plain module in a single process.
 
     Args:
         of: options and coalesce_bytes.
         pinned: the plan's file, if it is of one.
+        decides: what would change the plan where there are several ranks.
     """
     every = plain_names(model.named_parameters(remove_duplicate=False))
     named = [(name, p) for name, p in every if p.requires_grad]
-    plan = plan_alone(named, rules, *of)
     if pinned is not None:
-        pinned.check(plan.parameters)
+        pinned.check(named)
+    plan = plan_alone(named, rules, *of)
+    decides.check(plan, lambda other: plan_alone(named, other, *of))
     members = members_of(plan, seed, 0, 0)
 
     def install(plan: Plan) -> Alone:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,14 @@ def read_plan(given: object, gathered: WeightsGiven) -> PlanFile:
         )
     if gathered.by is not None:
         raise ConfigError(_PINNED)
-    return given if isinstance(given, PlanFile) else PlanFile.read(given)  # type: ignore[arg-type]
+    if isinstance(given, PlanFile):
+        return given
+    if not given or not isinstance(given, str | os.PathLike):
+        raise ConfigError(
+            f"attach: plan={given!r:.60}: give the path of a file that handle.plan.save or "
+            "`gradwire plan --save` wrote"
+        )
+    return PlanFile.read(given)
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,16 @@ class Decides:
     def describe(self) -> list[str]:
         """For agreement."""
         return [repr(one) for one in (self.policy, self.replan, self.auto) if one is not None]
+
+    def check(self, plan: Plan, planned: Callable[[Rules], Plan]) -> None:
+        """Raise ConfigError if what may be used from a plan on makes none.
+
+        Args:
+            planned: makes one.
+        """
+        self.targets(plan)
+        for method in () if self.auto is None else self.auto.candidates:
+            planned(self.auto.rules(plan.rules, method))  # type: ignore[union-attr]
 
     def targets(self, plan: Plan) -> list[Target]:
         """What a policy chooses methods of; raises ConfigError if there is nothing."""

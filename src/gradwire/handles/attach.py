@@ -140,7 +140,6 @@ def attach(
     model = in_hand(model)
     methods = Methods(codec, codec_options, include, exclude, codecs, error_feedback)
     gathered = WeightsGiven(weights, keep)
-    decides, methods = Decides.of(policy, replan, auto, methods, model)
     pinned = None
     if plan is not None:
         pinned = read_plan(plan, gathered)
@@ -151,6 +150,7 @@ def attach(
             sent = pinned.options(sent)
         if coalesce_bytes == COALESCE_BYTES:
             coalesce_bytes = pinned.planned.get("coalesce_bytes", coalesce_bytes)
+    decides, methods = Decides.of(policy, replan, auto, methods, model)
     if isinstance(model, FSDPModule):
         if coalesce_bytes != COALESCE_BYTES:
             raise ConfigError(
@@ -160,15 +160,12 @@ def attach(
         from gradwire.handles.sharded_attach import plan_sharded  # a DDP script does not load it
 
         rules = methods.rules(sharded=True)
-        shards = plan_sharded(model, rules, weights=gathered.rules(), options=sent)
-        if pinned is not None:
-            pinned.check(shards.plan.parameters)
+        used = gathered.rules()
+        shards = plan_sharded(model, rules, weights=used, options=sent, pinned=pinned)
         made = shards.handle(seed, decides)
     elif isinstance(model, DistributedDataParallel):
         gathered.refuse()
-        planned = plan_ddp(model, methods.rules(), sent, coalesce_bytes)
-        if pinned is not None:
-            pinned.check(planned.plan.parameters)
+        planned = plan_ddp(model, methods.rules(), sent, coalesce_bytes, pinned)
         if hook_state(model).reducer is not None:
             raise ConfigError(
                 "this module already has a handle attached: call its detach() before attaching "
@@ -177,7 +174,7 @@ def attach(
         made = planned.handle(seed, decides)
     else:
         gathered.rules()  # for FSDP2, which is not used in a single process
-        made = attach_alone(model, methods.rules(), (sent, coalesce_bytes), seed, pinned)
+        made = attach_alone(model, methods.rules(), (sent, coalesce_bytes), seed, pinned, decides)
     return _told(made, pinned)
 
 

@@ -341,7 +341,8 @@ class Buckets(Reductions):
         return replace(plan, coalesce_bytes=held)
 
     def rehearse(self, plan: Plan) -> Sequence[Collective]:
-        contents = alike(self.owner, f"{self.owner.key}/plan {plan.version}", lambda: self.known)
+        name = f"{self.owner.key}/plan {plan.version}"
+        contents = alike(self.owner, name, lambda: self.known, self.switch.check)
         return rehearse(self.owner, plan, contents, self.members)
 
     def bucket_names(self) -> list[list[str]]:

@@ -20,6 +20,7 @@ from gradwire.handles.synchronised import synchronised
 from gradwire.handles.uncompiled import available
 from gradwire.handles.wrapped import original
 from gradwire.planner import Plan, Rules, make_plan
+from gradwire.planner.files import PlanFile
 from gradwire.state.formats import StateGather
 from gradwire.state.state import members_of
 
@@ -42,7 +43,7 @@ class Planned:
     ) -> Handle:
         """Attach as the user's `call`; raises ConfigError if ranks disagree, or a policy has no
         choice."""
-        decides.targets(self.plan)
+        decides.check(self.plan, self._planned)
         comm, state = communicator(self.model.process_group), hook_state(self.model)
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += decides.describe()
@@ -71,8 +72,12 @@ def plan_ddp(
     rules: Rules,
     options: Options | None = None,
     coalesce_bytes: int = COALESCE_BYTES,
+    pinned: PlanFile | None = None,
 ) -> Planned:
     """Check a module and plan it on this rank, before ranks agree.
+
+    Args:
+        pinned: the file that has the rules.
 
     Raises:
         ConfigError: no handle can be attached to this module.
@@ -86,6 +91,8 @@ def plan_ddp(
             f"parameter {named[0][0]} is on {device}" + (", {} on {}".format(*away) if away else "")
             + ": all parameters must be on the CPU, or on one GPU"
         )  # fmt: skip
+    if pinned is not None:
+        pinned.check(named)
     whole = getattr(model, "skip_all_reduce_unused_params", False)
     size = model.process_group.size()
     plan = make_plan(named, rules, size, options, 0 if whole else coalesce_bytes)

@@ -42,12 +42,15 @@ _ATTEMPTS = 50
 _PAUSE_S = 0.1  # between two attempts
 
 
-def alike(owner: Owner, name: str, contents: Callable[[], Sequence[K]]) -> Sequence[K]:
+def alike(
+    owner: Owner, name: str, contents: Callable[[], Sequence[K]], check: Callable[[], None]
+) -> Sequence[K]:
     """The contents of the last pass, once they are equal on all ranks; empty after some seconds of
     differences: then the plan's first pass prepares its collectives.
 
     Args:
         name: of the exchange, unique.
+        check: called while this rank waits; what it raises ends the wait.
     """
     for _ in range(_ATTEMPTS):
         mine = contents()
@@ -57,7 +60,7 @@ def alike(owner: Owner, name: str, contents: Callable[[], Sequence[K]]) -> Seque
             for m, numel in zip(c.members, c.lengths, strict=True)
         ]
         number = digest(len(mine), "buckets", text)
-        if len(set(owner.ranks.tell(f"{name}/buckets", number).result())) == 1:
+        if len(set(owner.ranks.tell(f"{name}/buckets", number).result(check))) == 1:
             return mine
         time.sleep(_PAUSE_S)
     return ()

@@ -328,7 +328,9 @@ class Scatters(Reductions):
         if self.weights is not None:
             self.weights.rehearse(plan)
         name = f"{self.owner.key}/plan {plan.version}"
-        known = alike(self.owner, name, lambda: [s.last for s in self._scatters if s.last])
+        known = alike(
+            self.owner, name, lambda: [s.last for s in self._scatters if s.last], self.switch.check
+        )
         aggregators = {p.name: plan.levels.aggregator(p) for p in plan.parameters}
         return [
             prepare(self.owner, last.specs(aggregators), plan.options, last.operation, last.device)

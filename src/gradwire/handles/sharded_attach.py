@@ -33,6 +33,7 @@ from gradwire.handles.uncompiled import available
 from gradwire.handles.wrapped import original
 from gradwire.lang import layout
 from gradwire.planner import Plan, Rules, WeightRules
+from gradwire.planner.files import PlanFile
 from gradwire.state.formats import StateGather
 from gradwire.state.state import members_of
 
@@ -64,7 +65,7 @@ class PlannedShards:
             raise ConfigError(
                 f"policy: Replan(weigh={replan.weigh!r}) is for DDP, which has buckets"
             )
-        decides.targets(self.plan)
+        decides.check(self.plan, self._planned)
         groups, plan = self.trained.groups, self.plan
         count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
         agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
@@ -129,6 +130,7 @@ def plan_sharded(
     ours: Callable[[dist.ProcessGroup], bool] = lambda _: True,
     weights: WeightRules | None = None,
     options: Options | None = None,
+    pinned: PlanFile | None = None,
 ) -> PlannedShards:
     """Check and plan every FSDP module in `model` on this rank, before ranks agree.
 
@@ -138,6 +140,7 @@ def plan_sharded(
         ours: whether gradients over a process group are compressed.
         weights: how weights are gathered; None: by FSDP2.
         options: of the collectives.
+        pinned: the file that has the rules.
 
     Raises:
         ConfigError: a module cannot have a handle, modules use several process groups, an
@@ -147,6 +150,8 @@ def plan_sharded(
     if weights is not None:
         check_gathers(trained)
     check_nodes(options or Options(), trained.groups.shards)
+    if pinned is not None:
+        pinned.check(trained.named)
     plan = make_sharded_plan(
         trained.named, rules, trained.groups.size, weights=weights, options=options
     )

@@ -184,7 +184,7 @@ class Switch:
         with self._idle:
             self._idle.wait_for(lambda: not self._busy, CLOSING_S)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._closed:
             raise Detached
         for owner in self._owners:
@@ -192,7 +192,7 @@ class Switch:
 
     def _prepare(self, plan: Plan) -> None:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
-        self._check()
+        self.check()
         name = f"plan {plan.version}"
         self._agree(name, plan.describe())
         # An error on one rank must reach all ranks before any of them continues.
@@ -210,7 +210,7 @@ class Switch:
 
     def _agree(self, name: str, said: list[str]) -> None:
         comms, keys = [o.comm for o in self._owners], [o.key for o in self._owners]
-        ranks = ranks_of(comms, keys, self._check, breaks=False)
+        ranks = ranks_of(comms, keys, self.check, breaks=False)
         ranks.agree(name, _WHAT, said).result()
 
     def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:

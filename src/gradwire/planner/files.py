@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -185,9 +185,9 @@ class PlanFile:
                 )
         return self.shapes
 
-    def check(self, parameters: Sequence[ParameterPlan]) -> None:
+    def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise ConfigError unless the file has exactly these parameters, in these shapes."""
-        shapes = {p.name: p.shape for p in parameters}
+        shapes = {name: tuple(p.shape) for name, p in named}
         for name, shape in shapes.items():
             if name not in self.gradients:
                 raise ConfigError(f"plan: the file has no parameter {name}: it is another model's")
@@ -246,7 +246,7 @@ def _whole(value: object) -> bool:
 
 
 def _seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+    return type(value) in (int, float) and 0 <= value < 1e9  # type: ignore[operator]
 
 
 _Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
