@@ -205,11 +205,6 @@ class Communicator:
         self.check()
         return self._ranks.agree("agreement", what, description).result()
 
-    def tell_all(self, what: str, mine: bytes) -> list[bytes]:
-        """What every rank tells, ASCII, in rank order; it goes once states are told by `Ranks`."""
-        told = self._ranks.tell(what, mine.decode()).result()
-        return [one.encode() for one in told]
-
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
         """Within it this rank works for all, and waits for none: a death is told meanwhile, too.

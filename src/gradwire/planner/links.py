@@ -15,15 +15,11 @@ import json
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from gradwire.engine import Communicator, ranks_of
+from gradwire.engine import Communicator, broken, run_with_peers
 from gradwire.errors import ConfigError
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
@@ -33,10 +29,7 @@ SECONDS = 5.0
 MOST_SECONDS = 600.0
 
 _SENDS = 3  # of each size
-_POLL_S = 0.2
-_NAMING_S = 1.0
 
-T = TypeVar("T")
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -178,7 +171,7 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
             each = seconds / len(rounds)
             return [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
 
-        samples = awaited(comm, comm.workers.submit(measure))
+        samples = run_with_peers(comm, measure)
         every = owner.ranks.tell("links", samples).result()
     except Exception as error:
         raise broken(comm, error) from error
@@ -211,7 +204,7 @@ def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
             elif comm.rank == 1:
                 Trips(comm.transport, 0, tags).serve()
 
-        awaited(comm, comm.workers.submit(measure))
+        run_with_peers(comm, measure)
         every = owner.ranks.tell("sends", list(found.items())).result()
     except Exception as error:
         raise broken(comm, error) from error
@@ -229,37 +222,3 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
         yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
         circle = [circle[0], circle[-1], *circle[1:-1]]
-
-
-def exchanged(
-    comm: Communicator, key: str, mine: str, check: Callable[[], None] = lambda: None
-) -> list[str]:
-    """Every rank's text, in rank order; it goes once decisions use `Ranks`."""
-    return ranks_of([comm], breaks=False).tell(key, mine).result(check)
-
-
-def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
-    """The result of work with peers.
-
-    Args:
-        check: called while it waits; what it raises ends the wait.
-
-    Raises:
-        TransportError: a peer did not come, or the group is broken.
-    """
-    while True:
-        try:
-            return pending.result(_POLL_S)
-        except FutureTimeout:
-            comm.check()
-            check()
-
-
-def broken(comm: Communicator, error: BaseException) -> BaseException:
-    """Break the group with `error`, since peers wait for this rank; the error that names the rank
-    that failed first."""
-    comm.fail(error)
-    deadline = time.monotonic() + _NAMING_S
-    while comm.error is None and time.monotonic() < deadline:
-        time.sleep(0.01)  # the watchdog has heard of a failure, and asks whose it is
-    return comm.error or error
