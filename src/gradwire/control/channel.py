@@ -11,12 +11,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.control.connection import Connection
-from gradwire.control.host import Host
+from gradwire.control.connection import Connection, address_of
 from gradwire.control.member import Listener, Member
 from gradwire.errors import ConfigError, TransportError
 
@@ -40,7 +38,7 @@ class Channel:
         self._lock = threading.RLock()
         self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._members: list[Member] = []
-        self._connections: list[tuple[Any, Connection]] = []  # (address, connection)
+        self._connections: list[Connection] = []
         self._attempts: dict[tuple[str, int], int] = {}
         self._thread: threading.Thread | None = None
         self._rung_at = 0.0  # time.monotonic() of the last notice for peers
@@ -68,7 +66,6 @@ class Channel:
             raise ConfigError(f"rank {rank} of a group of {world_size}: give 0 to {world_size - 1}")
         if not timeout > 0:
             raise ConfigError(f"a timeout of {timeout} s: give a positive number of seconds")
-        host = Host(store)
         with self._lock:
             if self._closing:
                 raise ConfigError("the control channel is closed: this process is ending")
@@ -77,7 +74,7 @@ class Channel:
                     target=self._run, name="gradwire-control", daemon=True
                 )
                 self._thread.start()
-            connection = self._connection(host)
+            connection = self._connection(store)
             connection.users += 1
             member = Member(
                 self, connection, store, rank, world_size, timeout, listener, self._attempts
@@ -97,8 +94,7 @@ class Channel:
             return
         with self._lock:
             self._closing = True
-            connections = [connection for _, connection in self._connections]
-            self._connections.clear()
+            connections, self._connections = self._connections, []
             members, self._members = self._members, []
         for connection in connections:
             connection.stop()
@@ -148,20 +144,21 @@ class Channel:
             connection.users -= 1
             if connection.users > 0:
                 return
-            self._connections = [c for c in self._connections if c[1] is not connection]
+            self._connections = [c for c in self._connections if c is not connection]
         connection.stop()
         if not self.is_current and not connection.is_current:
             connection.join(_CLOSING_S)
 
     # ---- inside
 
-    def _connection(self, host: Host) -> Connection:
-        for address, connection in self._connections:
-            if address == host.address and connection.lives:
+    def _connection(self, store: dist.Store) -> Connection:
+        address = address_of(store)
+        for connection in self._connections:
+            if connection.address == address and connection.lives:
                 return connection
-        connection = Connection(host, self._rung)
+        connection = Connection(store, self._rung)
         connection.start()
-        self._connections.append((host.address, connection))
+        self._connections.append(connection)
         return connection
 
     def _rung(self) -> None:
