@@ -211,6 +211,7 @@ def test_a_group_that_is_made_anew_over_its_store() -> None:
             lines = [f"version {incarnation}"]  # under the same key: older entries must not count
             assert len({f.result(60) for f in [m.agree("a", "plan", lines) for m in members]}) == 1
             assert members[0].first("k", b"%d" % incarnation) == b"%d" % incarnation
+            assert [members[r].first("empty", b"x" * (1 - r)) for r in (1, 0)] == [b"", b""]
             heard = ears[1].heard_from
             until(lambda heard=heard: bool(heard))
             assert heard == [(0, {"incarnation": incarnation})]

@@ -167,12 +167,11 @@ class Channel:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._stopping:
-            with suppress(queue.Empty):
-                self._guarded(self._posts.get(timeout=self._pause(tick_at)))
-            if time.monotonic() >= tick_at:
+            self._run_posts(self._pause(tick_at))
+            ticks = time.monotonic() >= tick_at
+            if ticks:
                 tick_at = time.monotonic() + TICK_S
-                self._for_each(Member.tick)
-            self._for_each(Member.expire)
+            self._serve_members(ticks)
         self._ended = True
         self._run_posts()
 
@@ -183,22 +182,22 @@ class Channel:
         wakes = [tick_at, *(at for member in members for at in member.deadlines())]
         return max(0.0, min(wakes) - time.monotonic()) if members else None
 
-    def _for_each(self, action: Callable[[Member], None]) -> None:
+    def _serve_members(self, ticks: bool) -> None:
         for member in list(self._members):
-            action(member)
+            if ticks:
+                member.tick()
+            member.expire()
 
-    def _run_posts(self) -> None:
-        while True:
-            try:
-                self._guarded(self._posts.get_nowait())
-            except queue.Empty:
-                return
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            log.exception("gradwire: an action failed on the control thread")
+    def _run_posts(self, pause: float | None = 0.0) -> None:
+        """Run what was posted; waits for the first."""
+        with suppress(queue.Empty):
+            while True:
+                action = self._posts.get(timeout=pause)
+                pause = 0.0
+                try:
+                    action()
+                except Exception:
+                    log.exception("gradwire: an action failed on the control thread")
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
