@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import TypeVar
 
 from gradwire.control import Ranks
@@ -45,24 +46,21 @@ def ranks_of(
 
 
 def run_with_peers(comm: Communicator, task: Callable[[], T]) -> T:
-    """The result of a task that sends and receives, on a worker thread: see `Workers.submit`.
+    """What a task that works with peers returns, on a worker thread: see `Workers.submit`.
 
     Raises:
-        TransportError: a peer did not come, or the group is broken.
+        TransportError: a peer did not come, or the group is broken. What the task raises breaks it,
+            since peers wait for this rank; the error names the rank that failed first.
     """
     pending = comm.workers.submit(task)
-    while True:
-        try:
-            return pending.result(_POLL_S)
-        except FutureTimeout:
+    try:
+        while True:
+            with suppress(FutureTimeout):
+                return pending.result(_POLL_S)
             comm.check()
-
-
-def broken(comm: Communicator, error: BaseException) -> BaseException:
-    """Break the group with `error`, since peers wait for this rank; the error that names the rank
-    that failed first."""
-    comm.fail(error)
-    deadline = time.monotonic() + _NAMING_S
-    while comm.error is None and time.monotonic() < deadline:
-        time.sleep(0.01)  # the watchdog has heard of a failure, and asks whose it is
-    return comm.error or error
+    except Exception as error:
+        comm.fail(error)
+        deadline = time.monotonic() + _NAMING_S
+        while comm.error is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # the watchdog has heard of a failure, and asks whose it is
+        raise comm.error or error from error

@@ -18,8 +18,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gradwire.engine import Communicator, broken, run_with_peers
+from gradwire.engine import Communicator, run_with_peers
 from gradwire.errors import ConfigError
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
@@ -162,19 +163,16 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
     if comm.world_size == 1:
         return Links.of(1, [])
     owner = comm.owner("links")
+    rounds = list(tournament(comm.world_size))
+    mine = [pair for pairs in rounds for pair in pairs if comm.rank in pair]
+
+    def measure() -> list[list[Any]]:
+        tags, each = comm.claim(owner, "links"), seconds / len(rounds)
+        samples = [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
+        return owner.ranks.tell("links", samples).result()
+
     try:
-        tags = comm.claim(owner, "links")
-        rounds = list(tournament(comm.world_size))
-        mine = [pair for pairs in rounds for pair in pairs if comm.rank in pair]
-
-        def measure() -> list[Sample]:
-            each = seconds / len(rounds)
-            return [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
-
-        samples = run_with_peers(comm, measure)
-        every = owner.ranks.tell("links", samples).result()
-    except Exception as error:
-        raise broken(comm, error) from error
+        every = run_with_peers(comm, measure)
     finally:
         comm.close_owner(owner)
     return Links.of(comm.world_size, [tuple(one) for found in every for one in found])
@@ -189,25 +187,22 @@ def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
     """
     assert comm.world_size > 1
     owner = comm.owner("sends")
-    found: dict[int, float] = {}
+
+    def measure() -> list[list[tuple[int, float]]]:
+        tags, found = comm.claim(owner, "sends"), []
+        if comm.rank == 0:
+            trips = Trips(comm.transport, 1, tags)
+            back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2
+            for size in sizes:
+                times = trips.drive(size, SMALL, 1 + _SENDS)[1:]
+                found.append((size, statistics.median(times) - back))
+            trips.end()
+        elif comm.rank == 1:
+            Trips(comm.transport, 0, tags).serve()
+        return owner.ranks.tell("sends", found).result()
+
     try:
-        tags = comm.claim(owner, "sends")
-
-        def measure() -> None:
-            if comm.rank == 0:
-                trips = Trips(comm.transport, 1, tags)
-                back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2
-                for size in sizes:
-                    times = trips.drive(size, SMALL, 1 + _SENDS)[1:]
-                    found[size] = statistics.median(times) - back
-                trips.end()
-            elif comm.rank == 1:
-                Trips(comm.transport, 0, tags).serve()
-
-        run_with_peers(comm, measure)
-        every = owner.ranks.tell("sends", list(found.items())).result()
-    except Exception as error:
-        raise broken(comm, error) from error
+        every = run_with_peers(comm, measure)
     finally:
         comm.close_owner(owner)
     return dict(every[0])

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from gradwire.collectives.calling import check_seed
 from gradwire.control import digest
-from gradwire.engine import Communicator, Issue, Ticket, broken, ranks_of, run_with_peers
+from gradwire.engine import Communicator, Issue, Ticket, ranks_of, run_with_peers
 from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
 
@@ -206,20 +206,17 @@ def _gathered(states: list[State], comm: Communicator, rank0_only: bool) -> list
     file = io.BytesIO()
     torch.save(states, file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    sizes = run_with_peers(comm, ranks_of([comm]).tell("the sizes of states", len(mine)).result)
+    ticket = comm.calls.ticket()
     try:
-        sizes = ranks_of([comm]).tell("the sizes of states", mine.numel()).result()
-        ticket = comm.calls.ticket()
-        try:
-            ticket.next_round(Issue(_ISSUED, "full_state_dict"))
-            ticket.is_prepared = True
-            receivers = range(1 if rank0_only else comm.world_size)
-            with comm.calls.awaited():
-                sent = partial(_sent, comm, ticket, mine, sizes, receivers)
-                parts = run_with_peers(comm, sent)
-        finally:
-            ticket.close()
-    except Exception as error:
-        raise broken(comm, error) from error
+        ticket.next_round(Issue(_ISSUED, "full_state_dict"))
+        ticket.is_prepared = True
+        receivers = range(1 if rank0_only else comm.world_size)
+        with comm.calls.awaited():
+            sent = partial(_sent, comm, ticket, mine, sizes, receivers)
+            parts = run_with_peers(comm, sent)
+    finally:
+        ticket.close()
     files = (io.BytesIO(part.numpy().data) for part in parts)
     return [state for file in files for state in torch.load(file, weights_only=True)]
 
