@@ -37,7 +37,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "waiting":        (   48,  0,  0, "errors"),
     "lang":           (10335, 71, 23, "errors"),
     "codecs":         ( 1677, 21,  0, "errors lang"),
-    "control":        ( 1933, 16,  2, "errors"),
+    "control":        ( 1852, 13,  2, "errors"),
     "transport":      ( 2094, 31,  2, "errors lang"),
     "engine":         ( 3493, 41,  9, "errors control transport"),
     "algorithms":     ( 1826, 12,  0, "errors engine"),
