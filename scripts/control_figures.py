@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from gradwire.control import Channel, Member
 from gradwire.control.connection import Connection
-from gradwire.control.host import Host
 
 PROCESSES = 2
 WATCH_S = 5.0
@@ -120,7 +119,7 @@ def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
         start = time.monotonic()
         group = dist.PrefixStore("group/", base)
         for i in range(count):
-            connection = Connection(Host(group), lambda: None)
+            connection = Connection(group, lambda: None)
             connection.connect()
             connections.append(connection)
             of = OneThread(), connection, group, first + i, clients, 300.0, Hears(heard), {}

@@ -84,25 +84,14 @@ class Wrapped:
     def clone(self) -> Wrapped:
         return Wrapped(self.store.clone(), self.before)
 
-    def set(self, *arguments: Any) -> Any:
-        self.before(arguments[0])
-        return self.store.set(*arguments)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.store, name)
 
-    def add(self, *arguments: Any) -> Any:
-        self.before(arguments[0])
-        return self.store.add(*arguments)
+        def call(keys: Any, *arguments: Any) -> Any:
+            self.before(keys if isinstance(keys, str) else keys[0])
+            return method(keys, *arguments)
 
-    def check(self, *arguments: Any) -> Any:
-        self.before(arguments[0][0])
-        return self.store.check(*arguments)
-
-    def multi_get(self, *arguments: Any) -> Any:
-        self.before(arguments[0][0])
-        return self.store.multi_get(*arguments)
-
-    def compare_set(self, *arguments: Any) -> Any:
-        self.before(arguments[0])
-        return self.store.compare_set(*arguments)
+        return call
 
 
 def delayed(store: Any, seed: int, most: float) -> Any:

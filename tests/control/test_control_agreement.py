@@ -178,13 +178,6 @@ def test_many_agreements_in_any_order() -> None:
             assert len({futures[rank, key].result(60) for rank in range(3)}) == 1
 
 
-def test_the_first_to_come_decides() -> None:
-    with group(3) as members:
-        assert members[2].first("call 5", b"") == b""
-        assert members[0].first("call 5", b"all_reduce") == b""
-        assert members[1].first("call 6", b"all_gather") == b"all_gather"
-
-
 def test_a_key_is_used_once() -> None:
     with group(2) as (member, other):
         first, second = member.exchange("e", b""), member.exchange("e", b"")

@@ -211,6 +211,7 @@ def test_a_group_that_is_made_anew_over_its_store() -> None:
             lines = [f"version {incarnation}"]  # under the same key: older entries must not count
             assert len({f.result(60) for f in [m.agree("a", "plan", lines) for m in members]}) == 1
             assert members[0].first("k", b"%d" % incarnation) == b"%d" % incarnation
+            assert [members[r].first("empty", b"x" * (1 - r)) for r in (1, 0)] == [b"", b""]
             heard = ears[1].heard_from
             until(lambda heard=heard: bool(heard))
             assert heard == [(0, {"incarnation": incarnation})]
@@ -278,12 +279,11 @@ def test_groups_that_were_left_leave_nothing(kind: str, groups: int) -> None:
         server: Any = dist.HashStore()
     else:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = threading.enumerate()
+    before = {*threading.enumerate()}
     held, kept = [], []
 
     def now() -> tuple[int, int]:
-        ours = [thread for thread in threading.enumerate() if thread not in before]
-        return len(ours), len(os.listdir("/proc/self/fd"))
+        return len({*threading.enumerate()} - before), len(os.listdir("/proc/self/fd"))
 
     with channels(2) as made:
         for g in range(groups):
@@ -380,9 +380,7 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         if fails.is_set():
             raise RuntimeError("Broken pipe\nand a stack trace")
 
-    store = dist.HashStore()
-    with channels(2) as made:
-        members = [made[r].join(Wrapped(store, before), r, 2, 60.0, Ears()) for r in range(2)]
+    with group(2, Wrapped(dist.HashStore(), before)) as members:
         exchanged(members)
         pending = members[0].exchange("f", b"")
         fails.set()

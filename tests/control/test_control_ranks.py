@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 from control_ranks import group, until
@@ -39,19 +37,6 @@ def grid(
             column.ranks = range(rank % 2, 4, 2)
             of.append([row, column])
         yield [Ranks(of[r], "grid", check, failed[r].append) for r in range(4)], of, failed
-
-
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What the calls return or raise, each on a thread of its own."""
-
-    def ended(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except BaseException as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(ended, calls))
 
 
 def test_a_single_rank_answers_at_once() -> None:
@@ -87,14 +72,14 @@ def test_ranks_agree_and_a_difference_in_any_group_reaches_all() -> None:
         for odd in range(4):  # in the group of shards: the other replica is told what differs
             lines = [["seed 1", f"parameter 0: {'qsgd' if r == odd else 'bf16'}"] for r in range(4)]
             pending = [of.agree("a", "the plan", lines[of.rank]) for of in ranks]
-            for found in at_once([one.result for one in pending]):
+            for found in [caught(one.result) for one in pending]:
                 assert isinstance(found, ConfigError)
                 assert str(found).startswith("ranks disagree on the plan: rank ")
                 assert f"rank {odd} has 'parameter 0: qsgd'" in str(found)
                 assert f"rank {odd ^ 1} has 'parameter 0: bf16'" in str(found)
 
         pending = [of.agree("a", "the plan", [f"replica {of.rank // 2}"]) for of in ranks]
-        for rank, found in enumerate(at_once([one.result for one in pending])):
+        for rank, found in enumerate([caught(one.result) for one in pending]):
             assert f"rank {rank} has 'replica {rank // 2}', rank {rank ^ 2} has" in str(found)
         assert not any(failed.values())
 
@@ -102,7 +87,7 @@ def test_ranks_agree_and_a_difference_in_any_group_reaches_all() -> None:
 def test_a_late_rank_ends_the_wait_of_all_groups() -> None:
     with grid(timeout=0.5) as (ranks, _, failed):
         pending = [of.tell("t", 0) for of in ranks[:3]]
-        found = at_once([one.result for one in pending])
+        found = [caught(one.result) for one in pending]
         for error, absent in zip(found, (2, 3, 3), strict=True):
             assert isinstance(error, TransportError)
             assert f"rank {absent} did not reach grid/t within 0.5 s" in str(error)
@@ -117,7 +102,7 @@ def test_a_rank_that_leaves_or_whose_group_is_broken_waits_no_more() -> None:
         members[0][1].leave({})
         died = TransportError("a peer has died")
         members[1][1].end(died)
-        left, broken = at_once([one.result for one in pending])
+        left, broken = [caught(one.result) for one in pending]
         assert "has left the group" in str(left)
         assert str(broken) == str(died)
         assert [len(failed[rank]) for rank in (0, 1)] == [1, 1]

@@ -4,51 +4,46 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from gradwire.control import liveness
 from gradwire.control.journal import Journal
-from gradwire.control.liveness import Process, Processes
+from gradwire.control.liveness import Processes, has_ended
 from gradwire.control.namespace import Namespace
 
 
 def test_this_process_is_there() -> None:
-    own = Process.own()
-    assert own.number
-    assert not own.has_ended
+    number, started = liveness.own()
+    assert number
+    assert not has_ended(number, started)
+    assert has_ended(number, started - 1), "its number was given again"
+    assert not has_ended(0, started - 1), "it does not tell"
 
 
 def test_a_process_is_over_once_it_has_ended_and_before_it_is_waited_for() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    there = Process(child.pid, liveness._state(child.pid)[1])
-    assert not there.has_ended
+    there = child.pid, liveness._state(child.pid)[1]
+    assert not has_ended(*there)
     child.kill()
     while liveness._state(child.pid)[0] not in "ZX":
         pass
-    assert there.has_ended
+    assert has_ended(*there)
     child.wait()
-    assert there.has_ended
+    assert has_ended(*there)
     assert child.stdin is not None
     child.stdin.close()
 
 
-def test_a_number_that_was_given_again_is_another_process() -> None:
-    own = Process.own()
-    assert replace(own, started=own.started - 1).has_ended
-    assert not replace(own, number=0, started=own.started - 1).has_ended, "it does not tell"
-
-
 def test_ranks_of_this_machine_are_told_of() -> None:
     space, garbled = Namespace(dist.HashStore(), "processes/"), []
-    own = Process.own()
-    gone = replace(own, started=own.started - 1)
+    number, started = own = liveness.own()
+    gone = number, started - 1
     here = liveness.machine()
     for rank, process, where in ((1, own, here), (2, gone, "another"), (3, gone, here)):
         with pytest.MonkeyPatch.context() as monkey:
-            monkey.setattr(Process, "own", lambda told=process: told)
+            monkey.setattr(liveness, "own", lambda told=process: told)
             monkey.setattr(liveness, "machine", lambda told=where: told)
             Processes(space, rank, 60.0, garbled.append)
     mine = Processes(space, 0, 60.0, garbled.append)

@@ -197,14 +197,14 @@ def saves_a_full_state(group: Any, fails: Failing) -> None:
 def gathers_states(group: Any, fails: Failing) -> None:
     """Once ranks have agreed to."""
     handle = gw.attach(model := ddp_over(group))
-    exchange = formats._exchange
+    exchange = formats._sent
 
     def fails_there(*of: Any) -> Any:
         fails()
         return exchange(*of)
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(formats, "_exchange", fails_there)
+        monkey.setattr(formats, "_sent", fails_there)
         handle.full_state_dict()
     del model
 

@@ -2,9 +2,9 @@
 
 A process has one `Channel`: a control thread, which calls listeners and completes futures, and one
 thread per store server, which makes all operations on that server. The modules, from the bottom up:
-`namespace` (keys), `journal` (an append-only list), `host` (the address and liveness of a store
-server), `connection` (its thread), `rendezvous` (the incarnation of a group), `meetings`
-(exchanges and agreements), `member`, `channel` and `ranks` (the interface).
+`namespace` (keys), `journal` (an append-only list), `connection` (a store server and its thread),
+`rendezvous` (the incarnation of a group), `meetings` (exchanges and agreements), `member`,
+`channel` and `ranks` (the interface).
 docs/internals/control.md has the protocol, its keys, its cost, and its reasons.
 """
 

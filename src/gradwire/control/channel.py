@@ -11,12 +11,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.control.connection import Connection
-from gradwire.control.host import Host
+from gradwire.control.connection import Connection, address_of
 from gradwire.control.member import Listener, Member
 from gradwire.errors import ConfigError, TransportError
 
@@ -40,7 +38,7 @@ class Channel:
         self._lock = threading.RLock()
         self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._members: list[Member] = []
-        self._connections: list[tuple[Any, Connection]] = []  # (address, connection)
+        self._connections: list[Connection] = []
         self._attempts: dict[tuple[str, int], int] = {}
         self._thread: threading.Thread | None = None
         self._rung_at = 0.0  # time.monotonic() of the last notice for peers
@@ -68,7 +66,6 @@ class Channel:
             raise ConfigError(f"rank {rank} of a group of {world_size}: give 0 to {world_size - 1}")
         if not timeout > 0:
             raise ConfigError(f"a timeout of {timeout} s: give a positive number of seconds")
-        host = Host(store)
         with self._lock:
             if self._closing:
                 raise ConfigError("the control channel is closed: this process is ending")
@@ -77,7 +74,7 @@ class Channel:
                     target=self._run, name="gradwire-control", daemon=True
                 )
                 self._thread.start()
-            connection = self._connection(host)
+            connection = self._connection(store)
             connection.users += 1
             member = Member(
                 self, connection, store, rank, world_size, timeout, listener, self._attempts
@@ -97,8 +94,7 @@ class Channel:
             return
         with self._lock:
             self._closing = True
-            connections = [connection for _, connection in self._connections]
-            self._connections.clear()
+            connections, self._connections = self._connections, []
             members, self._members = self._members, []
         for connection in connections:
             connection.stop()
@@ -148,20 +144,21 @@ class Channel:
             connection.users -= 1
             if connection.users > 0:
                 return
-            self._connections = [c for c in self._connections if c[1] is not connection]
+            self._connections = [c for c in self._connections if c is not connection]
         connection.stop()
         if not self.is_current and not connection.is_current:
             connection.join(_CLOSING_S)
 
     # ---- inside
 
-    def _connection(self, host: Host) -> Connection:
-        for address, connection in self._connections:
-            if address == host.address and connection.lives:
+    def _connection(self, store: dist.Store) -> Connection:
+        address = address_of(store)
+        for connection in self._connections:
+            if connection.address == address and connection.lives:
                 return connection
-        connection = Connection(host, self._rung)
+        connection = Connection(store, self._rung)
         connection.start()
-        self._connections.append((host.address, connection))
+        self._connections.append(connection)
         return connection
 
     def _rung(self) -> None:
@@ -170,12 +167,11 @@ class Channel:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._stopping:
-            with suppress(queue.Empty):
-                self._guarded(self._posts.get(timeout=self._pause(tick_at)))
-            if time.monotonic() >= tick_at:
+            self._run_posts(self._pause(tick_at))
+            ticks = time.monotonic() >= tick_at
+            if ticks:
                 tick_at = time.monotonic() + TICK_S
-                self._for_each(Member.tick)
-            self._for_each(Member.expire)
+            self._serve_members(ticks)
         self._ended = True
         self._run_posts()
 
@@ -186,22 +182,22 @@ class Channel:
         wakes = [tick_at, *(at for member in members for at in member.deadlines())]
         return max(0.0, min(wakes) - time.monotonic()) if members else None
 
-    def _for_each(self, action: Callable[[Member], None]) -> None:
+    def _serve_members(self, ticks: bool) -> None:
         for member in list(self._members):
-            action(member)
+            if ticks:
+                member.tick()
+            member.expire()
 
-    def _run_posts(self) -> None:
-        while True:
-            try:
-                self._guarded(self._posts.get_nowait())
-            except queue.Empty:
-                return
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            log.exception("gradwire: an action failed on the control thread")
+    def _run_posts(self, pause: float | None = 0.0) -> None:
+        """Run what was posted; waits for the first."""
+        with suppress(queue.Empty):
+            while True:
+                action = self._posts.get(timeout=pause)
+                pause = 0.0
+                try:
+                    action()
+                except Exception:
+                    log.exception("gradwire: an action failed on the control thread")
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

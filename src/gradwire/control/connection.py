@@ -4,28 +4,41 @@ A rank that has written something for others rings the server's doorbell, a coun
 polls the doorbell about five times per second, with one small operation, and reads its groups' keys
 only when it has changed; while a future is pending it polls more often. It does not wait inside the
 store: such a wait cannot be interrupted, and torch writes to standard error when one times out.
+
+For every operation on a server that has ended, torch's client writes a warning with a stack trace
+to standard error; connecting to one blocks for minutes. At the end of a training script the server
+often ends first. So a plain socket without traffic, which breaks silently, shows whether the server
+still runs, and no operation is started once it is broken.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import secrets
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
-from gradwire.control.host import Gone, Host, own, without_prefixes
+import torch.distributed as dist
+
 from gradwire.control.namespace import Namespace
 
 log = logging.getLogger("gradwire")
 
 _ROOT = "gradwire/control/"
+_SERVER_KEY = "gradwire/server"
+_CONNECT_S = 5.0
 _IDLE_S = 0.2
 _BUSY_S = 0.001
 _SLOWER = 1.5
 # Reads per second of all ranks together; a server answers 50 000 to 100 000 per second and core.
 _WAITING_PER_S = 20_000
 _RESTING_PER_S = 2_500
+
+Address = tuple[Any, int | None]  # of a server: (host, port) of a TCPStore, else (key, None)
 
 
 class Subscriber(Protocol):
@@ -48,25 +61,32 @@ class Connection:
     """A connection to a store server, and its thread.
 
     Args:
-        host: the server.
+        store: a torch.distributed Store, with any prefixes. `connect` drops the reference: the
+            store may be the server itself.
         rung: called after the doorbell was rung.
 
     Attributes:
+        address: of the server.
         users: how many members share this; guarded by the lock of their Channel.
         root: gradwire's keys in the store; on the thread only, while the store is reachable.
         gone: why the store is lost, or None.
         participants: the members whose groups use it; on the thread only.
     """
 
-    def __init__(self, host: Host, rung: Callable[[], None]) -> None:
+    def __init__(self, store: Any, rung: Callable[[], None]) -> None:
+        self.address = address_of(store)
         self.users = 0
         self.root: Namespace
         self.gone: str | None = None
         self.participants: list[Subscriber] = []
-        self._host = host
-        self._rung = rung
+        self._store = store
+        self._base: Any = None  # of a store other than TCPStore, so that its id stays its address
+        self._client: Any = None
         self._prefixed: Any = None
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._server = b""  # the server's random name
+        self._watch: socket.socket | None = None
+        self._rung = rung
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = 0
         self._must_ring = False
         self._must_look = False
@@ -90,7 +110,7 @@ class Connection:
     def stop(self) -> None:
         """End the thread after the submitted commands."""
         self._stopping = True
-        self._commands.put(None)
+        self._commands.put(lambda: None)  # wakes it
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended, for at most `timeout` seconds."""
@@ -104,7 +124,21 @@ class Connection:
     @property
     def lives(self) -> bool:
         """Whether this store is reachable: another may have taken its address."""
-        return self.gone is None and not self._host.is_broken
+        return self.gone is None and not self.is_broken
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the server has closed the socket; thread-safe, one system call."""
+        watch = self._watch
+        if watch is None:
+            return False
+        try:
+            watch.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            pass
+        return True
 
     # ---- on the thread
 
@@ -114,7 +148,7 @@ class Connection:
         For the first group it is this connection itself, with the group's prefixes.
         """
         ours, self._prefixed = self._prefixed, None
-        return own(store) if ours is None else ours
+        return _own(store) if ours is None else ours
 
     def ring(self) -> None:
         """Make all processes that share the server read new entries."""
@@ -126,12 +160,13 @@ class Connection:
 
     def turn(self) -> bool:
         """Wait for a command or the next poll, and handle it; False: the thread must end."""
-        commands = self._next()
+        stopping = self._stopping  # then all that was submitted before is found
+        commands = self._next(0.0 if stopping else None if self.gone else self._pause)
         for command in commands:
-            if command is None:
-                self._end()
-                return False
             self._guarded(command)
+        if stopping:
+            self._end()
+            return False
         found = self._guarded(self._poll)
         self._pause = self._next_pause(_BUSY_S if commands or found else self._pause * _SLOWER)
         return True
@@ -145,15 +180,13 @@ class Connection:
         while self.turn():
             pass
 
-    def _next(self) -> list[Callable[[], None] | None]:
-        """The submitted commands; waits for one, or for the end of the pause."""
-        commands: list[Callable[[], None] | None] = []
-        try:
-            commands.append(self._commands.get(timeout=self._pause if self.gone is None else None))
-            while commands[-1] is not None:
+    def _next(self, seconds: float | None) -> list[Callable[[], None]]:
+        """The submitted commands; waits for one, at most so long."""
+        commands = []
+        with suppress(queue.Empty):
+            commands.append(self._commands.get(timeout=seconds))
+            while True:
                 commands.append(self._commands.get_nowait())
-        except queue.Empty:
-            pass
         return commands
 
     def _next_pause(self, wanted: float) -> float:
@@ -170,22 +203,46 @@ class Connection:
         """
         try:
             if self.gone is None:
-                self._host.check()
-        except Gone as error:
+                self.check()
+        except (RuntimeError, OSError) as error:
             self._lose(str(error))
         try:
             return step()
-        except (Gone, RuntimeError, OSError) as error:
+        except (RuntimeError, OSError) as error:
             self._lose(str(error))
         except Exception as error:
             log.exception("gradwire: the control channel failed")
             self._lose(repr(error))
 
     def _connect(self) -> None:
-        if self.gone is not None:
+        self._watch = _watched(self.address)
+        store, self._store = self._store, None
+        base = _without_prefixes(store)
+        self._base = None if isinstance(base, dist.TCPStore) else base
+        self._prefixed = _own(store)
+        self._client = _without_prefixes(self._prefixed)
+        self._server = _server(self._client)
+        self.root = Namespace(self._client, _ROOT)
+
+    def check(self) -> None:
+        """Raise OSError or RuntimeError if the server has ended; one system call.
+
+        A server may close an idle socket and still run; and where one has ended, another may have
+        taken its address. `is_broken` stays true until this is known, so that no new group joins
+        through a server that has ended.
+        """
+        if self._watch is None or not self.is_broken:
             return
-        self._prefixed = self._host.connect()
-        self.root = Namespace(without_prefixes(self._prefixed), _ROOT)
+        watch = _watched(self.address)
+        assert watch is not None
+        try:
+            if _server(_own(self._client)) != self._server:
+                raise ConnectionError("another store has taken its address")
+        except (RuntimeError, OSError):
+            watch.close()
+            raise
+        self._watch.close()
+        self._watch = watch
 
     def _poll(self) -> bool:
         """Let participants look if the doorbell has changed; whether it has."""
@@ -213,9 +270,11 @@ class Connection:
         if self.gone is not None:
             return
         lines = reason.splitlines() or ["no reason given"]
+        host, port = self.address
+        which = "the group's store" if port is None else f"the store at {host}:{port}"
         reason = (
-            f"{self._host} is lost ({lines[0]}): the process that hosts it has ended or cannot be "
-            "reached"
+            f"{which} is lost ({lines[0]}): the process that hosts it has ended or cannot "
+            "be reached"
         )
         if self._close(reason):
             log.warning("gradwire: %s", reason)
@@ -223,21 +282,59 @@ class Connection:
     def _end(self) -> None:
         self._guarded(self._ring)
         self._close("the control channel is closed: this process is ending")
-        while True:  # commands that were submitted meanwhile fail
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command is not None:
-                self._guarded(command)
+        for command in self._next(0.0):  # which were submitted meanwhile, and fail
+            self._guarded(command)
 
     def _close(self, reason: str) -> bool:
         """Drop the store, and fail what is pending; whether anything was."""
         self.gone = self.gone or reason
-        self._host.close()
-        self._prefixed = None
-        if hasattr(self, "root"):
-            del self.root
+        self._store = self._base = self._client = self._prefixed = None
+        vars(self).pop("root", None)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         participants, self.participants = self.participants, []
         waited = [participant.lost(self.gone) for participant in participants]
         return any(waited)
+
+
+def address_of(store: Any) -> Address:
+    """Equal for stores on the same server: (host, port) of a TCPStore, else another key."""
+    base = _without_prefixes(store)
+    if isinstance(base, dist.TCPStore):
+        return base.host, base.port
+    with suppress(AttributeError):
+        return base.path, None
+    return id(base), None
+
+
+def _watched(address: Address) -> socket.socket | None:
+    """A socket that breaks as the server ends; None for a store that is no TCPStore."""
+    host, port = address
+    if port is None:
+        return None
+    watch = socket.create_connection((host, port), timeout=_CONNECT_S)
+    watch.setblocking(False)
+    return watch
+
+
+def _without_prefixes(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _own(store: Any) -> Any:
+    """A new connection to a store; the store itself, if its kind cannot be cloned."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        if isinstance(_without_prefixes(store), dist.TCPStore):
+            raise
+        return store
+
+
+def _server(store: Any) -> bytes:
+    """The random name of a store's server, which its first client writes."""
+    name: bytes = store.compare_set(_SERVER_KEY, "", secrets.token_hex(8))
+    return name

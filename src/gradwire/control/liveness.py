@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire.control.journal import Journal
@@ -19,39 +18,7 @@ from gradwire.control.namespace import Namespace
 
 _STARTED = 19  # field of /proc/PID/stat, counted after the name, which may contain anything
 
-
-@dataclass(frozen=True)
-class Process:
-    """A rank's process.
-
-    Attributes:
-        number: the PID; 0: unknown.
-        started: start time, in clock ticks since boot.
-    """
-
-    number: int
-    started: int
-
-    @classmethod
-    def own(cls) -> Process:
-        """This rank's process."""
-        try:
-            return cls(os.getpid(), _state(os.getpid())[1])
-        except (OSError, ValueError, IndexError):
-            return cls(0, 0)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is known to have ended."""
-        if not self.number:
-            return False
-        try:
-            state, started = _state(self.number)
-        except FileNotFoundError:
-            return True
-        except (OSError, ValueError, IndexError):
-            return False
-        return state in "ZX" or started != self.started
+Process = tuple[int, int]  # its PID (0: unknown) and start time, in clock ticks since boot
 
 
 class Processes:
@@ -67,11 +34,10 @@ class Processes:
     def __init__(
         self, space: Namespace, rank: int, patience: float, garbled: Callable[[bytes], None]
     ) -> None:
-        self._known: dict[int, Process] = {}
+        self._known: dict[int, Process] = {}  # by rank
         self._garbled = garbled
         self._journal: Journal | None = Journal(space.below(machine()), patience)
-        own = Process.own()
-        self._journal.append(json.dumps([rank, own.number, own.started]).encode())
+        self._journal.append(json.dumps([rank, *own()]).encode())
 
     def read(self) -> None:
         """Read what ranks have told since; one small store operation, if there is nothing new."""
@@ -79,7 +45,7 @@ class Processes:
         try:
             for entry in () if self._journal is None else self._journal.new():
                 rank, number, started = map(int, json.loads(entry))
-                self._known[rank] = Process(number, started)
+                self._known[rank] = number, started
         except (ValueError, TypeError, RecursionError):
             self._garbled(entry)
 
@@ -89,7 +55,26 @@ class Processes:
 
     def ended(self) -> list[int]:
         """The ranks that are known to have ended; thread-safe."""
-        return [rank for rank, process in list(self._known.items()) if process.has_ended]
+        return [rank for rank, process in list(self._known.items()) if has_ended(*process)]
+
+
+def own() -> Process:
+    """This rank's process."""
+    try:
+        return os.getpid(), _state(os.getpid())[1]
+    except (OSError, ValueError, IndexError):
+        return 0, 0
+
+
+def has_ended(number: int, started: int) -> bool:
+    """Whether a process is known to have ended."""
+    try:
+        state, since = _state(number) if number else ("", started)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, IndexError):
+        return False
+    return state in ("Z", "X") or since != started
 
 
 def machine() -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 Fail = Callable[[Exception], None]
 
 _MOST_BYTES = 4 << 20  # a TCPStore closes a connection that writes 8 MiB
@@ -118,39 +118,26 @@ class Member:
         return key if count == 1 else f"{key} ({count})"
 
     def exchange(self, key: str, mine: bytes) -> Future[list[bytes]]:
-        """Every rank's bytes, in rank order.
-
-        Args:
-            key: names the exchange, the same on all ranks; used once, by `agree` neither.
-            mine: at most 4 MiB.
-
-        Returns:
-            A future that completes on the control thread. It fails with TransportError if ranks do
-            not come within the group's timeout (the error names them), or the store is lost.
+        """Every rank's bytes, at most 4 MiB of each, in rank order; `key` names the exchange on all
+        ranks, and is used once, by `agree` neither.
 
         Raises:
             ConfigError: `mine` is too large, or this process was forked.
+            TransportError, in the future: ranks do not come within the group's timeout (the error
+                names them), or the store is lost.
         """
         if len(mine) > _MOST_BYTES:
             raise ConfigError(f"an exchange of {len(mine)} bytes: at most {_MOST_BYTES} fit")
         return self._met(key, key, mine, None)
 
     def agree(self, key: str, what: str, description: Sequence[str]) -> Future[int]:
-        """Verify that all ranks hold the same description.
-
-        Args:
-            key: names the agreement, the same on all ranks; used once.
-            what: the subject, for errors.
-            description: lines.
-
-        Returns:
-            A future of the first 8 bytes of the description's digest, which completes on the
-            control thread. It fails with ConfigError as soon as two ranks that differ have come;
-            the error has the first line that differs, and both ranks' values. It fails with
-            TransportError as `exchange` does.
+        """Verify that all ranks hold the same description; `what` is the subject, for errors, and
+        `key` is used once. The future has the first 8 bytes of the description's digest.
 
         Raises:
-            ConfigError: this process was forked.
+            ConfigError: this process was forked; in the future: two ranks that differ have come. It
+                has the first line that differs, and both ranks' values.
+            TransportError: as of `exchange`.
         """
         return self._met(key, what, b"", described(self.world_size, what, description))
 
@@ -182,20 +169,13 @@ class Member:
         """
         self._channel.check_process()
         on_control = self._channel.is_current
-        reply: Future[bytes] = Future()
-
-        def first() -> None:
-            try:
-                reply.set_result(self._space.below("firsts").first(key, value))
-            except Exception as error:
-                reply.set_exception(self._error(str(error)))
-                raise
-
         try:
             if on_control and not self.settled:
                 raise TransportError(f"rank {self.rank} has no place in the group yet")
-            self._submit(first, reply.set_exception)
-            return reply.result(_ANSWER_S if on_control else self.timeout)
+            return self._answer(
+                lambda: self._space.below("firsts").first(key, value),
+                _ANSWER_S if on_control else self.timeout,
+            )
         except FutureTimeout:
             text = "the group's store does not answer, or rank 0 has not joined"
             raise self._shown(self._error(text)) from None
@@ -208,17 +188,16 @@ class Member:
 
         A few small store operations; if the store does not answer, the latter are not told.
         """
-        processes, reply = self._processes, Future[dict[int, list[str]]]()
+        processes = self._processes
         if processes is None:
             return {}
 
-        def ended() -> None:
+        def ended() -> dict[int, list[str]]:
             processes.read()
-            reply.set_result({rank: self._meetings.lacking(rank) for rank in processes.ended()})
+            return {rank: self._meetings.lacking(rank) for rank in processes.ended()}
 
-        self._submit(ended, reply.set_exception)
         try:
-            return reply.result(_ANSWER_S)
+            return self._answer(ended, _ANSWER_S)
         except (FutureTimeout, TransportError):
             return {rank: [] for rank in processes.ended()}
 
@@ -368,19 +347,16 @@ class Member:
     def look(self, rung: bool) -> None:
         """Read new entries, if there are any, or some were not complete."""
         try:
-            if rung or self._has_gaps():
+            gaps = self.settled and (
+                self._news.has_gaps or self._meetings.must_poll or self._rendezvous.has_gaps
+            )
+            if rung or gaps:
                 self._look()
         except ValueError as error:
             self._connection.participants.remove(self)
             reason = f"the group's store holds invalid data ({error})"
             if self.lost(reason):
                 log.warning("gradwire: rank %d: %s", self.rank, reason)
-
-    def _has_gaps(self) -> bool:
-        if not self.settled:
-            return False
-        gaps = self.rank == 0 and self._rendezvous.has_gaps
-        return self._news.has_gaps or self._meetings.must_poll or gaps
 
     def _look(self) -> None:
         if not self.settled:
@@ -444,8 +420,22 @@ class Member:
     def _error(self, reason: str) -> TransportError:
         return TransportError(f"rank {self.rank}: {reason}")
 
-    def _shown(self, error: E) -> E:
+    def _shown(self, error: BaseException) -> BaseException:
         return in_global_ranks(error, self.ranks)
+
+    def _answer(self, ask: Callable[[], T], timeout: float) -> T:
+        """What `ask` returns on the store's thread."""
+        answer: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                answer.set_result(ask())
+            except Exception as error:
+                answer.set_exception(self._error(str(error)))
+                raise
+
+        self._submit(command, answer.set_exception)
+        return answer.result(timeout)
 
     def _submit(self, command: Callable[[], None], fail: Fail | None = None) -> None:
         submitted = not self._left and self._connection.submit(

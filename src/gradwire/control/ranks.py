@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gradwire.control.description import digest
@@ -133,25 +132,22 @@ class PendingResult(Generic[T]):
     ) -> None:
         self._whole: Future[T] = Future()
         self._steps, self._check, self._fail = steps, check, fail
-        self._go_on(partial(next, steps))
+        self._go_on()
 
-    def _go_on(self, take: Callable[[], Future[Any]]) -> None:
+    def _go_on(self, ended: Future[Any] | None = None) -> None:
         """Begin the next step."""
+        error = None if ended is None else ended.exception()
         try:
-            step = take()
+            if error is not None:
+                step = self._steps.throw(error)
+            else:
+                step = self._steps.send(None if ended is None else ended.result())
         except StopIteration as end:
             self._whole.set_result(end.value)
         except Exception as error:
             self._whole.set_exception(error)
         else:
-            step.add_done_callback(self._ended)
-
-    def _ended(self, step: Future[Any]) -> None:
-        error = step.exception()
-        if error is None:
-            self._go_on(partial(self._steps.send, step.result()))
-        else:
-            self._go_on(partial(self._steps.throw, error))
+            step.add_done_callback(self._go_on)
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""

@@ -6,7 +6,7 @@ from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.engine.pool import Pool
 from gradwire.engine.process import Engine
-from gradwire.engine.several import agree_over, failing_together, ranks_of
+from gradwire.engine.several import ranks_of, run_with_peers
 from gradwire.engine.thread_driver import Outcome
 from gradwire.engine.trace import Span, Timeline
 
@@ -24,7 +24,6 @@ __all__ = [
     "Span",
     "Ticket",
     "Timeline",
-    "agree_over",
-    "failing_together",
     "ranks_of",
+    "run_with_peers",
 ]

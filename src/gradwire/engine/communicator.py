@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,6 @@ from gradwire.transport.link import OrderedLink
 from gradwire.transport.torch_p2p import destroyed
 
 log = logging.getLogger("gradwire")
-
-T = TypeVar("T")
 
 _LINGER_S = 2.0  # how long `close` waits for the sends of finished rounds
 
@@ -192,23 +190,13 @@ class Communicator:
         return any(stream is not None for stream in list(self._streams.values()))
 
     def agree(self, what: str, description: Sequence[str]) -> int:
-        """Verify that every rank holds the same `description`; all ranks call in the same order.
+        """Verify that every rank holds the same `description`; see `Ranks.agree`.
 
-        Returns:
-            The digest that message headers carry.
-
-        Raises:
-            ConfigError: on every rank; names the first line that differs and its value per rank.
-            TransportError: a peer did not answer; the group is broken, since ranks that come later
-                would take the next agreement for this one.
+        All ranks call in the same order. Where a peer does not answer, the group is broken: ranks
+        that come later would take the next agreement for this one.
         """
         self.check()
         return self._ranks.agree("agreement", what, description).result()
-
-    def tell_all(self, what: str, mine: bytes) -> list[bytes]:
-        """What every rank tells, ASCII, in rank order; it goes once states are told by `Ranks`."""
-        told = self._ranks.tell(what, mine.decode()).result()
-        return [one.encode() for one in told]
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:

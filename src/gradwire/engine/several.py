@@ -1,4 +1,4 @@
-"""Agreements over several process groups, one after the other.
+"""Agreements over several process groups, one after the other; and work with the peers of one.
 
 A rank that fails in one group does not come to the next, where ranks that share no group with the
 cause wait for it: so a failure breaks all groups.
@@ -6,23 +6,20 @@ cause wait for it: so a failure breaks all groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import TypeVar
 
 from gradwire.control import Ranks
 from gradwire.engine.communicator import Communicator
 from gradwire.errors import TransportError
 
+T = TypeVar("T")
 
-@contextmanager
-def failing_together(comms: Sequence[Communicator]) -> Iterator[None]:
-    """Within it a TransportError breaks all of these groups."""
-    try:
-        yield
-    except TransportError as error:
-        for comm in comms:
-            comm.fail(error)
-        raise
+_POLL_S = 0.2
+_NAMING_S = 1.0
 
 
 def ranks_of(
@@ -48,6 +45,22 @@ def ranks_of(
     return Ranks([comm.member for comm in comms], key, check, fail_all)
 
 
-def agree_over(comms: Sequence[Communicator], what: str, description: Sequence[str]) -> None:
-    """Verify that all ranks of all groups hold the same description; see `Ranks.agree`."""
-    ranks_of(comms).agree("agreement", what, description).result()
+def run_with_peers(comm: Communicator, task: Callable[[], T]) -> T:
+    """What a task that works with peers returns, on a worker thread: see `Workers.submit`.
+
+    Raises:
+        TransportError: a peer did not come, or the group is broken. What the task raises breaks it,
+            since peers wait for this rank; the error names the rank that failed first.
+    """
+    pending = comm.workers.submit(task)
+    try:
+        while True:
+            with suppress(FutureTimeout):
+                return pending.result(_POLL_S)
+            comm.check()
+    except Exception as error:
+        comm.fail(error)
+        deadline = time.monotonic() + _NAMING_S
+        while comm.error is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # the watchdog has heard of a failure, and asks whose it is
+        raise comm.error or error from error

@@ -15,15 +15,12 @@ import json
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from gradwire.engine import Communicator, ranks_of
+from gradwire.engine import Communicator, run_with_peers
 from gradwire.errors import ConfigError
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
@@ -33,10 +30,7 @@ SECONDS = 5.0
 MOST_SECONDS = 600.0
 
 _SENDS = 3  # of each size
-_POLL_S = 0.2
-_NAMING_S = 1.0
 
-T = TypeVar("T")
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -169,19 +163,16 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
     if comm.world_size == 1:
         return Links.of(1, [])
     owner = comm.owner("links")
+    rounds = list(tournament(comm.world_size))
+    mine = [pair for pairs in rounds for pair in pairs if comm.rank in pair]
+
+    def measure() -> list[list[Any]]:
+        tags, each = comm.claim(owner, "links"), seconds / len(rounds)
+        samples = [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
+        return owner.ranks.tell("links", samples).result()
+
     try:
-        tags = comm.claim(owner, "links")
-        rounds = list(tournament(comm.world_size))
-        mine = [pair for pairs in rounds for pair in pairs if comm.rank in pair]
-
-        def measure() -> list[Sample]:
-            each = seconds / len(rounds)
-            return [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
-
-        samples = awaited(comm, comm.workers.submit(measure))
-        every = owner.ranks.tell("links", samples).result()
-    except Exception as error:
-        raise broken(comm, error) from error
+        every = run_with_peers(comm, measure)
     finally:
         comm.close_owner(owner)
     return Links.of(comm.world_size, [tuple(one) for found in every for one in found])
@@ -196,25 +187,22 @@ def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
     """
     assert comm.world_size > 1
     owner = comm.owner("sends")
-    found: dict[int, float] = {}
+
+    def measure() -> list[list[tuple[int, float]]]:
+        tags, found = comm.claim(owner, "sends"), []
+        if comm.rank == 0:
+            trips = Trips(comm.transport, 1, tags)
+            back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2
+            for size in sizes:
+                times = trips.drive(size, SMALL, 1 + _SENDS)[1:]
+                found.append((size, statistics.median(times) - back))
+            trips.end()
+        elif comm.rank == 1:
+            Trips(comm.transport, 0, tags).serve()
+        return owner.ranks.tell("sends", found).result()
+
     try:
-        tags = comm.claim(owner, "sends")
-
-        def measure() -> None:
-            if comm.rank == 0:
-                trips = Trips(comm.transport, 1, tags)
-                back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2
-                for size in sizes:
-                    times = trips.drive(size, SMALL, 1 + _SENDS)[1:]
-                    found[size] = statistics.median(times) - back
-                trips.end()
-            elif comm.rank == 1:
-                Trips(comm.transport, 0, tags).serve()
-
-        awaited(comm, comm.workers.submit(measure))
-        every = owner.ranks.tell("sends", list(found.items())).result()
-    except Exception as error:
-        raise broken(comm, error) from error
+        every = run_with_peers(comm, measure)
     finally:
         comm.close_owner(owner)
     return dict(every[0])
@@ -229,37 +217,3 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
         yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
         circle = [circle[0], circle[-1], *circle[1:-1]]
-
-
-def exchanged(
-    comm: Communicator, key: str, mine: str, check: Callable[[], None] = lambda: None
-) -> list[str]:
-    """Every rank's text, in rank order; it goes once decisions use `Ranks`."""
-    return ranks_of([comm], breaks=False).tell(key, mine).result(check)
-
-
-def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
-    """The result of work with peers.
-
-    Args:
-        check: called while it waits; what it raises ends the wait.
-
-    Raises:
-        TransportError: a peer did not come, or the group is broken.
-    """
-    while True:
-        try:
-            return pending.result(_POLL_S)
-        except FutureTimeout:
-            comm.check()
-            check()
-
-
-def broken(comm: Communicator, error: BaseException) -> BaseException:
-    """Break the group with `error`, since peers wait for this rank; the error that names the rank
-    that failed first."""
-    comm.fail(error)
-    deadline = time.monotonic() + _NAMING_S
-    while comm.error is None and time.monotonic() < deadline:
-        time.sleep(0.01)  # the watchdog has heard of a failure, and asks whose it is
-    return comm.error or error

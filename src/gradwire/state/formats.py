@@ -38,10 +38,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from gradwire.collectives.calling import check_seed
 from gradwire.control import digest
-from gradwire.engine import Communicator, Issue, Ticket, agree_over, failing_together
-from gradwire.errors import ConfigError
+from gradwire.engine import Communicator, Issue, Ticket, ranks_of, run_with_peers
+from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
-from gradwire.planner.links import awaited, broken
 
 State = Mapping[str, Any]
 
@@ -166,13 +165,18 @@ class StateGather:
         """
         self._living()
         comms = [comm for _, comm in self._groups]
-        agree_over(comms, "full_state_dict", [f"rank0_only={bool(rank0_only)}"])
+        ranks, asked = ranks_of(comms), [f"rank0_only={bool(rank0_only)}"]
+        ranks.agree("agreement", "full_state_dict", asked).result()
         states = [mapped(state, lambda tensor, _: tensor.cpu())]
-        with failing_together(comms):
+        try:
             for comm in comms:
                 # Where rank 0 alone gets them, all ranks of a later group have some, or none has.
                 if states and comm.world_size > 1:
                     states = _gathered(states, comm, rank0_only)
+        except TransportError as error:
+            for comm in comms:  # ranks wait in the others for this one
+                comm.fail(error)
+            raise
         return sorted(states, key=lambda one: int(one["rank"]))
 
     def part(self) -> int | None:
@@ -202,25 +206,22 @@ def _gathered(states: list[State], comm: Communicator, rank0_only: bool) -> list
     file = io.BytesIO()
     torch.save(states, file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    sizes = run_with_peers(comm, ranks_of([comm]).tell("the sizes of states", len(mine)).result)
+    ticket = comm.calls.ticket()
     try:
-        told = comm.tell_all("the sizes of states", b"%d" % mine.numel())
-        ticket = comm.calls.ticket()
-        try:
-            ticket.next_round(Issue(_ISSUED, "full_state_dict"))
-            ticket.is_prepared = True
-            receivers = range(1 if rank0_only else comm.world_size)
-            exchange = partial(_exchange, comm, ticket, mine, list(map(int, told)), receivers)
-            with comm.calls.awaited():
-                parts = awaited(comm, comm.workers.submit(exchange))
-        finally:
-            ticket.close()
-    except Exception as error:
-        raise broken(comm, error) from error
+        ticket.next_round(Issue(_ISSUED, "full_state_dict"))
+        ticket.is_prepared = True
+        receivers = range(1 if rank0_only else comm.world_size)
+        with comm.calls.awaited():
+            sent = partial(_sent, comm, ticket, mine, sizes, receivers)
+            parts = run_with_peers(comm, sent)
+    finally:
+        ticket.close()
     files = (io.BytesIO(part.numpy().data) for part in parts)
     return [state for file in files for state in torch.load(file, weights_only=True)]
 
 
-def _exchange(
+def _sent(
     comm: Communicator,
     ticket: Ticket,
     mine: torch.Tensor,
@@ -398,8 +399,7 @@ def _same_part(saved: Iterable[int | None], part: int | None) -> int | None:
     parts = sorted(one for one in saved if one is not None)
     if part is None and not parts:
         return None
-    here: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(here, part)
+    here = ranks_of([communicator()]).tell("parts of the job", part).result()
     known = sorted({one for one in here if one is not None})
     if part is None or len(parts) != len(known):
         raise ConfigError(
