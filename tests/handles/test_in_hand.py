@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -161,6 +162,8 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         def module(self) -> nn.Module:
             raise AssertionError("not looked at")
 
+    hooked = DDP(net())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
     for match, given in (
         ("attach(DistributedDataParallel(model))", net()),
         ("attach(DistributedDataParallel(model))", compiled(net())),
@@ -178,6 +181,7 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         ("pass .strategy.model of it", TrainerLike(compiled(DDP(net())))),
         ("FSDP1): shard the model with fully_shard", BareFSDP1()),
         ("trainer.strategy.model (Lightning", TrainerLike(net())),
+        ("communication hook", hooked),
         ("not str", "model"),
         ("not list", [DDP(net())]),
     ):

@@ -263,19 +263,6 @@ def test_metrics() -> None:
     )
 
 
-def a_single_rank_sends_nothing(rank: int) -> None:
-    model, handle = attached(codec="qsgd", error_feedback=True)
-    handle.metrics(every=1)
-    trains(model, 2)
-    found = handle.metrics()
-    assert found.keys() == {"exposed_seconds", "ratio", "bits_per_value"}
-    assert (found["ratio"], found["bits_per_value"]) == (1, 32)
-
-
-def test_a_single_rank() -> None:
-    all_pass(1, [a_single_rank_sends_nothing])
-
-
 def test_what_was_not_sent_has_no_key() -> None:
     """Totals as another thread reads them, in the middle of a pass."""
     plan = make_plan([("w", torch.zeros(100, 100))], Rules(), 2)

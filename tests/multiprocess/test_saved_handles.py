@@ -174,6 +174,8 @@ DAMAGE: list[tuple[str, str, Any]] = [
     ("its parameters differ in 0.weight", "parameters/0.weight", ...),
     ("2.weight has numel 3", "parameters/2.weight/numel", 3),
     ("4.weight has codec TopK(density=1)", "parameters/4.weight/codec", "TopK(density=1)"),
+    ("4.weight has feedback", "parameters/4.weight/feedback", False),
+    ("another.weight", "steps/another.weight", 1),
     ("the state of 4.weight is not a mapping", "aggregators/4.weight", 3),
     ("the state has 'other' for 4.weight", "aggregators/4.weight/other", torch.zeros(1)),
     ("is int, not a tensor", "aggregators/4.weight/residual", 3),

@@ -121,6 +121,8 @@ def training_goes_on_after_an_exception(rank: int) -> None:
             assert isinstance(error, (ValueError, gw.TransportError)), error
         else:
             assert isinstance(error, gw.TransportError), error
+            assert error.peer == raising[0]
+            assert "backward raised an exception" in str(error)
             assert "reset_iter_state() and the handle's recover()" in str(error)
         model.reset_iter_state()
         handle.recover()

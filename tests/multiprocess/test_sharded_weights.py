@@ -79,13 +79,6 @@ def losses_are_those_of_fsdp(rank: int, dtype: torch.dtype | None, tolerance: fl
         assert found == plain
 
 
-def losses_fall(rank: int, keep: str) -> None:
-    ours = sharded()
-    gw.attach(ours, "qsgd", bits=8, weights=ALL, keep=keep)
-    losses = train(ours, 5)
-    assert losses[-1] < 0.5 * losses[0], losses
-
-
 def one_version_is_encoded_once(rank: int) -> None:
     """Payloads sent twice, kept payloads and micro-batches decode to the same bits."""
     found = {}
@@ -301,7 +294,6 @@ def test_all_ranks_hold_the_same_weights() -> None:
         *each(values_that_no_codec_holds_may_come_later, "payload", "reference"),
         *each(errors_of_weights_are_told, "none", "reference"),
         *each(losses_are_those_of_fsdp, (None, 0)),
-        *each(losses_fall, "redraw"),
         one_version_is_encoded_once,
         *each(reductions_are_no_versions, "while unsharded", "on meta"),
         *each(it_does_not_matter_when_weights_are_resharded, False),
@@ -310,7 +302,7 @@ def test_all_ranks_hold_the_same_weights() -> None:
 
 @EXHAUSTIVE
 def test_weights_are_alike_however_they_are_kept() -> None:
-    together(2, weights_are_alike, *each(losses_fall, "none", "payload"))
+    together(2, weights_are_alike)
 
 
 @EXHAUSTIVE
