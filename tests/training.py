@@ -75,6 +75,11 @@ def everywhere(value: Any) -> list[Any]:
     return found
 
 
+def alike(value: Any) -> bool:
+    """Whether all ranks have the same value, which is no tensor."""
+    return all(other == value for other in everywhere(value))
+
+
 def same_everywhere(tensor: torch.Tensor) -> bool:
     return all(torch.equal(tensor, other) for other in everywhere(tensor))
 

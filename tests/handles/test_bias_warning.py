@@ -61,10 +61,7 @@ def attaching(rank: int) -> None:
     handle = gw.attach(model, "qsgd")
     (message,) = told(lambda: handle.update("tbq"))
     assert "give handle.update error_feedback=True" in message
-    for module in (
-        DDP(net()),
-        sharded(net()),
-    ):  # a warning that is an error leaves nothing changed
+    for module in (DDP(net()), sharded(net())):  # a warning that is an error changes nothing
         handle = gw.attach(module, "qsgd")
         bias._warned.clear()
         with warnings.catch_warnings():
@@ -131,11 +128,7 @@ def interpreted(rank: int) -> None:
             (net, {"codec": "fp16"}, gw.Cast("fp16")),  # as fast interpreted, or nearly
             (net, {"codec": None}, dense),
             (net, {"codec": "lowrank"}, gw.LowRank()),
-            (
-                net,
-                {"codec": "qsgd:block=128", **eager},
-                gw.QSGD(),
-            ),  # slow, as it was asked to be
+            (net, {"codec": "qsgd:block=128", **eager}, gw.QSGD()),  # slow, as it was asked to be
         ):
             model = wrap(kind())
             handle, said = interpreted_on_one(rank, lambda m=model, g=given: gw.attach(m, **g))

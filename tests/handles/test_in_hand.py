@@ -225,15 +225,20 @@ def registered(rank: int) -> None:
         bare = compiled(net()) if compile_first else net()
         model = None if before else wrap(bare)
         registration = gw.register(bare if before else model, exclude=["0.*"], bits=8)
+        assert registration.settled == (not before)
         model = wrap(bare) if before else model
         train(model, range(2))
+        assert registration.settled
         handle = registration.handle
         assert handle is not None
         planned = {p.name: p.codec for p in handle.plan.parameters}
         assert list(planned) == NAMES
         assert [name for name, codec in planned.items() if codec] == ["2.weight"]
+        assert planned["2.weight"].bits == 8
         assert handle.stats()["wire_bytes"] > 0
         registration.withdraw()
+        train(model, range(2, 3))
+        assert handle.stats()["steps"] == 2
         torch._dynamo.reset()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from products import EXHAUSTIVE, one_in
-from ranks import as_processes, check_each
+from ranks import all_pass, as_processes
 from training import flat, gradients, mlp, same_everywhere
 
 pytestmark = pytest.mark.multiprocess
@@ -230,7 +231,7 @@ def a_scaler_skips_what_is_not_finite(rank: int, method: str) -> None:
     handle.detach()
 
 
-def resumes_to_the_same_bits(rank: int, method: str, folder: Path) -> None:
+def resumes_to_the_same_bits(rank: int, folder: Path, method: str) -> None:
     """From a file of each rank's; and from the states of all ranks at one rank less, where nothing
     is lost."""
     model, handle = made(method)
@@ -302,22 +303,13 @@ SCENARIOS = [*TRAINED, is_adopted_during_training]
 ADOPTED = ("powersgd:rank=2", "dgc:density=0.05:momentum=0.5:warmup=3")  # others: by test_update
 
 
-def run(rank: int, of_method: dict[str, list[Callable[..., None]]], folder: Path) -> dict[str, str]:
-    """The stacks of the scenarios that fail."""
-    return {
-        f"{method}, {name}": stack
-        for method, scenarios in of_method.items()
-        for name, stack in check_each(rank, scenarios, method, folder).items()
-    }
-
-
 def passes(ranks: int, of_method: dict[str, list[Callable[..., None]]], folder: Path) -> None:
-    found = as_processes(ranks, run, of_method, folder, deadline=100 + 100 * len(of_method))
-    assert not any(found), "\n".join(
-        f"{what}, rank {rank} of {ranks}:\n{stack}"
-        for rank, failed in enumerate(found)
-        for what, stack in failed.items()
-    )
+    checks = [
+        partial(scenario, method=method)
+        for method, scenarios in of_method.items()
+        for scenario in scenarios
+    ]
+    all_pass(ranks, checks, folder, deadline=100 + 100 * len(of_method))
 
 
 EVERY = [*METHODS, *VARIANTS]

@@ -308,8 +308,3 @@ def test_all_ranks_hold_the_same_weights_and_nothing_drifts() -> None:
         *each(parts_are_called_by_themselves, "reference", "payload"),
         states_of_other_weights,
     )
-
-
-@pytest.mark.exhaustive
-def test_nothing_drifts_where_values_are_rounded_to_nearest() -> None:
-    together(2, *each(nothing_drifts, (NEAREST, torch.bfloat16)))

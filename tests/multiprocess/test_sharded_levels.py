@@ -8,7 +8,6 @@ import pytest
 import torch
 from sharded_model import (
     gathered,
-    on_all,
     own_mesh,
     replicated,
     sgd,
@@ -19,6 +18,7 @@ from sharded_model import (
 
 import gradwire as gw
 from ranks import each, refuses, together
+from training import alike, everywhere
 
 pytestmark = pytest.mark.multiprocess
 
@@ -56,7 +56,7 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     found = handle.plan.levels
     assert set(found.weights) == {f"{n}.weight" for n in ("first", "frozen", "second")}
     assert set(found.gradients) == {f"{n}.weight" for n in ("first", "second")}
-    assert len({str(state) for state in on_all(found.state())}) == 1
+    assert alike(found.state())
     for levels in (*found.weights.values(), *found.gradients.values()):
         assert len(levels) == 8
         assert list(levels) == sorted(levels)
@@ -87,7 +87,7 @@ def replicas_learn_the_same_levels(rank: int) -> None:
     steps(model, optimizer, 1, 2)
     assert handle.plan.levels.weights
     assert handle.plan.levels.gradients
-    assert len({str(state) for state in on_all(handle.plan.levels.state())}) == 1
+    assert alike(handle.plan.levels.state())
     assert not unlike(gathered(model))
 
 
@@ -104,7 +104,7 @@ def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
         """Bytes of a step's weights once an update is in force."""
         update = handle.update(**changes)
         update.wait(60)
-        on_all("prepared")
+        everywhere("prepared")
         steps(model, optimizer, 20, 22)
         assert update.in_force
         steps(model, optimizer, 22, 23)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_model import by_layer
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from gradwire.planner.weights import KEEP
 from leftovers import until
 from ranks import each, together
+from training import OnTheWayBack
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,36 +81,21 @@ class Schedule:
         self.patience = 0.1  # the test has failed
 
 
-class Computes(torch.autograd.Function):
-    """Stands for the compute of a block, in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, schedule: Schedule, block: int) -> torch.Tensor:
-        ctx.of = schedule, block
-        schedule.compute(block)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        schedule, block = ctx.of
-        schedule.compute(block)
-        return gradient, None, None
-
-
 class Block(nn.Module):
     def __init__(self, schedule: Schedule, at: int) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.schedule, self.at = schedule, at
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Computes.apply(self.linear(x), self.schedule, self.at)
+    def forward(self, x: torch.Tensor) -> Any:
+        computes = partial(self.schedule.compute, self.at)
+        computes()
+        return OnTheWayBack.apply(self.linear(x), computes)  # type: ignore[no-untyped-call]
 
 
 def model_on(schedule: Schedule) -> nn.Sequential:
     model = nn.Sequential(*(Block(schedule, at) for at in range(BLOCKS)))
-    for module in (*model, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    by_layer(model, reshard_after_forward=True)
     for block, following in pairwise(model):
         block.set_modules_to_forward_prefetch([following])
     return model

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from sharded_model import (
     ALL,
     batch,
+    by_layer,
     gathered,
     message_bytes,
     own_mesh,
@@ -191,9 +192,7 @@ def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
     model[0].requires_grad_(False)
-    mesh = own_mesh()
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    by_layer(model, reshard_after_forward=True)
     handle = gw.attach(model, None, weights={"0.weight": "randomshift:bits=8"}, keep=keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = []
@@ -234,9 +233,7 @@ def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
 def weights_frozen_later_are_those_of_then(rank: int) -> None:
     """And again, after a time in which they were trained: payloads of before are out of date."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    mesh = own_mesh()
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    by_layer(model, reshard_after_forward=True)
     gw.attach(model, None, weights={"*": "identity"}, keep="payload")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(1, 64)
@@ -303,9 +300,3 @@ def test_all_ranks_hold_the_same_weights() -> None:
 @EXHAUSTIVE
 def test_weights_are_alike_however_they_are_kept() -> None:
     together(2, weights_are_alike)
-
-
-@EXHAUSTIVE
-@pytest.mark.parametrize(("ranks", "dtype"), [(3, None), (5, torch.bfloat16)])
-def test_with_identity_losses_are_those_of_fsdp(ranks: int, dtype: Any) -> None:
-    together(ranks, *each(losses_are_those_of_fsdp, (dtype, 1e-3)))

@@ -21,7 +21,6 @@ from trained import (
     flat,
     net,
     replicas_alike,
-    same_sum,
 )
 
 import gradwire as gw
@@ -81,15 +80,6 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     accelerator.register_for_checkpointing(handle)
     told = refusal(lambda: accelerator.save_state(str(folder / "wrong")))
     assert "gw.accelerate.attach" in told
-
-
-def resumes_on_three(rank: int, folder: Path) -> None:
-    as_under_torchrun(rank)
-    again = accelerator, model, _, handle = made()
-    accelerator.load_state(str(folder / "state"))
-    same_sum(handle.full_state_dict(), saved(folder))
-    train(*again)
-    replicas_alike(flat(model))
 
 
 def a_part_of_the_ranks_is_refused(rank: int) -> None:

@@ -19,7 +19,6 @@ from trained import (
     exact,
     read,
     replicas_alike,
-    same_sum,
 )
 
 import gradwire as gw
@@ -155,19 +154,6 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert torch.equal(numbers(again.weights), numbers(first.weights))
     gw.keras.load(again.optimizer, folder / "gradwire.pt")
     exact(gw.keras.handle(again.optimizer).full_state_dict(), saved)
-
-
-def resumes_on_three(rank: int, folder: Path) -> None:
-    as_under_torchrun(rank)
-    import keras
-
-    again = keras.models.load_model(folder / "model.keras")
-    gw.keras.DistributedOptimizer(again.optimizer, CODEC, error_feedback=True)
-    fit(again)
-    gw.keras.load(again.optimizer, folder / "gradwire.pt")
-    same_sum(gw.keras.handle(again.optimizer).full_state_dict(), read(folder / "gradwire.pt"))
-    fit(again)
-    replicas_alike(numbers(again.weights))
 
 
 def odd_steps(rank: int) -> None:
