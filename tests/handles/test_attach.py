@@ -81,22 +81,6 @@ def training_is_that_of_plain_ddp(rank: int) -> None:
     assert stats["wire_bytes"] > 0
     assert stats["parameters"]["0.weight"]["ratio"] > 3
     assert stats["parameters"]["0.bias"]["codec"] == "dense"
-    tied = as_plain(DDP(Tied()), Tied, exclude=["head.*"])
-    names = {p.name: p.codec for p in tied.plan.parameters}  # by every name
-    assert names == {"embed.weight": None, "embed.bias": None, "head.bias": None}
-
-
-class Tied(nn.Module):
-    """An output layer that is the input layer, transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x))
 
 
 class TwoDtypes(nn.Module):

@@ -78,6 +78,19 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         )
         for replan in (5, {"every": 5})
     ),
+    *(
+        (("attach",), {"codec": "auto", name: value}, f'{name}={value!r:.60}: "auto" decides this')
+        for name, value in (
+            ("bits", 4),
+            ("policy", "lgreco"),
+            ("replan", gw.Replan()),
+            ("error_feedback", True),
+        )
+    ),
+    (("attach",), {"codec": "qsgd", "auto": gw.Auto()}, 'auto is for the codec "auto"'),
+    (("attach",), {"codec": "auto", "auto": 5}, "auto=5: give gw.Auto"),
+    (("attach",), {"policy": 3}, "policy=3: give a policy"),
+    (("attach",), {"replan": gw.Replan()}, "give policy, too"),
     (
         ("attach",),
         {"codec": "topk", "policy": "lgreco:budget=qsgd:bits=5"},

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import unlike
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -179,20 +178,6 @@ def links_are_probed(rank: int) -> None:
     assert "codecs ('qsgd',)" in said
 
 
-def what_does_not_go_with_it_is_named(rank: int) -> None:
-    model = DDP(nn.Linear(4, 4))
-    for name, given in (
-        ("bits=4", {"bits": 4}),
-        ("policy='lgreco'", {"policy": "lgreco"}),
-        ("replan=Replan(", {"replan": gw.Replan()}),
-        ("error_feedback", {"error_feedback": True}),
-    ):
-        said = refuses(name, lambda given=given: gw.attach(model, "auto", **given))
-        assert '"auto" decides this' in said
-    refuses('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto()))
-    refuses("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5))  # type: ignore[arg-type]
-
-
 def test_ranks_try_settle_and_adapt_together() -> None:
     together(
         2,
@@ -201,7 +186,6 @@ def test_ranks_try_settle_and_adapt_together() -> None:
         detaching_ends_the_background,
         links_are_probed,
         nothing_to_compress_is_said,
-        what_does_not_go_with_it_is_named,
     )
 
 
