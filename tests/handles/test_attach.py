@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes
-from refusals import refusal
+from ranks import all_pass, as_processes, refuses
 from training import Acts, backward, batch, everywhere, flat, gradients, same_everywhere, train
 
 pytestmark = pytest.mark.multiprocess
@@ -158,7 +157,7 @@ def several_groups_at_once(rank: int) -> None:
 def detach_and_attach_again(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4)
-    assert "detach" in refusal(lambda: gw.attach(model))
+    refuses("detach", lambda: gw.attach(model))
     handle.detach()
     train(model, range(3))
     assert handle.stats()["steps"] == 0
@@ -260,14 +259,14 @@ def other_dtypes_go_as_they_are(rank: int) -> None:
     handle.load_state_dict(state)
     train(model, range(3, 5))
 
-    told = refusal(lambda: gw.attach(DDP(Mixed()), include=["turn"]))
+    told = refuses("", lambda: gw.attach(DDP(Mixed()), include=["turn"]))
     assert "turn" in told
     assert "complex64" in told
 
 
 def plans_that_differ_are_named(rank: int) -> None:
-    assert "0.weight" in refusal(lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
-    assert f"{10 + rank} x" in refusal(lambda: gw.all_reduce(torch.zeros(10 + rank)))
+    refuses("0.weight", lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
+    refuses(f"{10 + rank} x", lambda: gw.all_reduce(torch.zeros(10 + rank)))
 
 
 def bucketing_changes_nothing(rank: int) -> None:
@@ -361,7 +360,7 @@ def a_state_is_a_snapshot(rank: int) -> None:
 
 def copies_are_plain_modules(rank: int) -> None:
     model = DDP(mlp())
-    assert "bits=9" in refusal(lambda: gw.attach(model, bits=9))
+    refuses("bits=9", lambda: gw.attach(model, bits=9))
     handle = gw.attach(model, bits=4)
     train(model, range(1))
     for attached in (True, False):
@@ -404,12 +403,12 @@ def what_ddp_synchronises_is_planned(rank: int) -> None:
 
     model = DDP(mlp())
     model.module[3] = nn.Linear(40, 5)
-    assert "[(3,), (3, 40)]" in refusal(lambda: gw.attach(model))
+    refuses("[(3,), (3, 40)]", lambda: gw.attach(model))
 
     model = DDP(mlp())
     handle = gw.attach(model)
     del handle._reductions._by_parameter[model.module[3].weight]
-    assert "(3, 40)" in refusal(lambda: train(model, range(1)))
+    refuses("(3, 40)", lambda: train(model, range(1)))
 
 
 def uneven_inputs_join(rank: int) -> None:

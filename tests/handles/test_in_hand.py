@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes
-from refusals import refusal
+from ranks import all_pass, as_processes, refuses
 from rooms.handles import original, plain_name, plain_names
 from training import mlp, sharded, train
 
@@ -185,7 +184,7 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         ("not str", "model"),
         ("not list", [DDP(net())]),
     ):
-        told = refusal(lambda given=given: gw.attach(given))
+        told = refuses("", lambda given=given: gw.attach(given))
         assert match in told
         of_trainer = isinstance(given, (TrainerLike, LightningModule))
         assert of_trainer or "Lightning" not in told
