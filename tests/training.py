@@ -40,11 +40,15 @@ def backward(model: Any, x: torch.Tensor) -> None:
     model(x).float().square().mean().backward()
 
 
-def train(model: Any, steps: range, dtype: torch.dtype = torch.float32) -> None:
-    """By SGD."""
+def train(
+    model: Any, steps: range, dtype: torch.dtype = torch.float32, clip: float | None = None
+) -> None:
+    """By SGD; `clip`: the largest norm of the gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
         backward(model, batch(step, dtype=dtype))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
 
@@ -69,6 +73,11 @@ def everywhere(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def alike(value: Any) -> bool:
+    """Whether all ranks have the same value, which is no tensor."""
+    return all(other == value for other in everywhere(value))
 
 
 def same_everywhere(tensor: torch.Tensor) -> bool:

@@ -275,9 +275,9 @@ def _named(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def record() -> None:
     """Run everything and write the file."""
-    from golden import trained
+    from golden import training_runs
 
-    found = trained.lines()
+    found = training_runs.lines()
     for ranks in WORLD_SIZES:
         found |= lines([case for case in CASES if case.ranks == ranks])
         print(f"{ranks} ranks: done", flush=True)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from golden.trained import Products
+from golden.training_runs import Products
 from ranks import as_processes
 from rooms.trainers import Compression, read, write
 

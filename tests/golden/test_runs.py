@@ -60,9 +60,9 @@ def test_results_do_not_depend_on_execution_options(pytestconfig: pytest.Config)
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_training() -> None:
-    from golden import trained  # imports FSDP
+    from golden import training_runs  # imports FSDP
 
-    compare(trained.lines())
+    compare(training_runs.lines())
 
 
 def test_the_file_has_every_case() -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
@@ -25,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes
-from refusals import refusal
+from ranks import all_pass, as_processes, refuses
 from training import Acts, backward, batch, everywhere, flat, gradients, same_everywhere, train
 
 pytestmark = pytest.mark.multiprocess
@@ -82,33 +80,6 @@ def training_is_that_of_plain_ddp(rank: int) -> None:
     assert stats["wire_bytes"] > 0
     assert stats["parameters"]["0.weight"]["ratio"] > 3
     assert stats["parameters"]["0.bias"]["codec"] == "dense"
-    tied = as_plain(DDP(Tied()), Tied, exclude=["head.*"])
-    names = {p.name: p.codec for p in tied.plan.parameters}  # by every name
-    assert names == {"embed.weight": None, "embed.bias": None, "head.bias": None}
-
-
-class Tied(nn.Module):
-    """An output layer that is the input layer, transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x))
-
-
-def two_bits_with_error_feedback_train(rank: int) -> None:
-    model = DDP(mlp())
-    handle = gw.attach(model, bits=2, block=64, error_feedback=True)
-    x = batch(0)
-    first = float(model(x).square().mean())
-    train(model, range(15))
-    assert float(model(x).square().mean()) < first
-    assert same_everywhere(flat(model))
-    assert handle.stats()["residual_bytes"] == 4 * (20 * 40 + 40 * 3)
 
 
 class TwoDtypes(nn.Module):
@@ -156,15 +127,6 @@ def skipped_parameters_are_fine(rank: int) -> None:
     assert handle.stats()["steps"] == 5
 
 
-def half_precision_trains(rank: int) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        model = DDP(mlp().to(dtype))
-        gw.attach(model, bits=8)
-        train(model, range(3), dtype=dtype)
-        assert same_everywhere(flat(model))
-        assert torch.isfinite(flat(model)).all()
-
-
 def several_modules_keep_apart(rank: int) -> None:
     first, second, bare = DDP(mlp()), DDP(mlp(56)), DDP(mlp())
     one, two = gw.attach(first, bits=4), gw.attach(second, bits=8, seed=3)
@@ -195,7 +157,7 @@ def several_groups_at_once(rank: int) -> None:
 def detach_and_attach_again(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4)
-    assert "detach" in refusal(lambda: gw.attach(model))
+    refuses("detach", lambda: gw.attach(model))
     handle.detach()
     train(model, range(3))
     assert handle.stats()["steps"] == 0
@@ -214,21 +176,6 @@ def handles_draw_numbers_of_their_own(rank: int) -> None:
         handle.detach()
     assert all(map(same_everywhere, drawn))
     assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
-
-
-def per_parameter_codecs_and_patterns(rank: int) -> None:
-    handle = gw.attach(
-        DDP(mlp()), include=["*.bias"], exclude=["2.*"], codecs={"3.weight": gw.QSGD(bits=2)}
-    )
-    chosen = {p.name: p.codec for p in handle.plan.parameters}
-    assert chosen == {
-        "0.weight": gw.QSGD(),
-        "0.bias": gw.QSGD(),
-        "2.weight": None,
-        "2.bias": None,
-        "3.weight": gw.QSGD(bits=2),
-        "3.bias": gw.QSGD(),
-    }
 
 
 def many_codecs_cost_no_more_kernel_calls(rank: int) -> None:
@@ -312,21 +259,14 @@ def other_dtypes_go_as_they_are(rank: int) -> None:
     handle.load_state_dict(state)
     train(model, range(3, 5))
 
-    told = refusal(lambda: gw.attach(DDP(Mixed()), include=["turn"]))
+    told = refuses("", lambda: gw.attach(DDP(Mixed()), include=["turn"]))
     assert "turn" in told
     assert "complex64" in told
 
 
-def wrong_modules_are_named(rank: int) -> None:
-    hooked = DDP(mlp())
-    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    for model, told in ((mlp(), "DistributedDataParallel"), (hooked, "communication hook")):
-        assert told in refusal(lambda model=model: gw.attach(model))
-
-
 def plans_that_differ_are_named(rank: int) -> None:
-    assert "0.weight" in refusal(lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
-    assert f"{10 + rank} x" in refusal(lambda: gw.all_reduce(torch.zeros(10 + rank)))
+    refuses("0.weight", lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
+    refuses(f"{10 + rank} x", lambda: gw.all_reduce(torch.zeros(10 + rank)))
 
 
 def bucketing_changes_nothing(rank: int) -> None:
@@ -391,11 +331,6 @@ def state_moves_to_another_world_size(rank: int) -> None:
     for name, state in states[rank]["aggregators"].items():
         found = handle.state_dict()["aggregators"][name]["residual"]
         torch.testing.assert_close(found, state["residual"])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        handle.load_state_dict(doubled[n])
-    assert any("residuals start at zero" in str(w.message) for w in told)
-    assert not handle.state_dict()["aggregators"]
 
 
 def a_state_is_a_snapshot(rank: int) -> None:
@@ -423,44 +358,9 @@ def a_state_is_a_snapshot(rank: int) -> None:
     )
 
 
-def state_of_another_plan_is_refused(rank: int) -> None:
-    def attached(**arguments: Any) -> gw.Handle:
-        model = DDP(mlp())
-        handle = gw.attach(model, **{"bits": 2, "error_feedback": True, **arguments})
-        train(model, range(2))
-        return handle
-
-    handle, state = attached(), attached().state_dict()
-    weight, before = "0.weight", copy.deepcopy(handle.state_dict())
-
-    def with_residual(residual: Any) -> dict[str, Any]:
-        kept = {**state["aggregators"], "3.weight": {"residual": residual}}
-        return {**state, "seed": 9, "aggregators": kept}
-
-    without_feedback = attached(error_feedback=False)
-    for told, bad, into in (
-        (f"{weight} has codec QSGD(bits=4", attached(bits=4).state_dict(), handle),
-        (f"{weight} has feedback True in the state and False", state, without_feedback),
-        ("has shape (40,)", with_residual(torch.zeros(40)), handle),
-        ("has dtype torch.float16", with_residual(torch.zeros(120).half()), handle),
-        ("has device meta", with_residual(torch.zeros(120, device="meta")), handle),
-        ("not contiguous", with_residual(torch.zeros(240)[::2]), handle),
-        ("not a tensor", with_residual([0.0] * 120), handle),
-        ("lacks 'rank'", {"version": 1}, handle),
-        ("empty", [], handle),
-        ("another.weight", {**state, "steps": {"another.weight": 1}}, handle),
-    ):
-        assert told in refusal(lambda bad=bad, into=into: into.load_state_dict(bad))
-    after = handle.state_dict()
-    for name, kept in before.pop("aggregators").items():
-        assert torch.equal(kept["residual"], after["aggregators"][name]["residual"])
-    after.pop("aggregators")
-    assert before == after
-
-
 def copies_are_plain_modules(rank: int) -> None:
     model = DDP(mlp())
-    assert "bits=9" in refusal(lambda: gw.attach(model, bits=9))
+    refuses("bits=9", lambda: gw.attach(model, bits=9))
     handle = gw.attach(model, bits=4)
     train(model, range(1))
     for attached in (True, False):
@@ -503,12 +403,12 @@ def what_ddp_synchronises_is_planned(rank: int) -> None:
 
     model = DDP(mlp())
     model.module[3] = nn.Linear(40, 5)
-    assert "[(3,), (3, 40)]" in refusal(lambda: gw.attach(model))
+    refuses("[(3,), (3, 40)]", lambda: gw.attach(model))
 
     model = DDP(mlp())
     handle = gw.attach(model)
     del handle._reductions._by_parameter[model.module[3].weight]
-    assert "(3, 40)" in refusal(lambda: train(model, range(1)))
+    refuses("(3, 40)", lambda: train(model, range(1)))
 
 
 def uneven_inputs_join(rank: int) -> None:
@@ -567,24 +467,19 @@ def averaging_overlaps_with_backward(rank: int) -> None:
 
 SCENARIOS = [
     training_is_that_of_plain_ddp,
-    two_bits_with_error_feedback_train,
     static_graph_of_several_buckets,
     skipped_parameters_are_fine,
-    half_precision_trains,
     several_modules_keep_apart,
     several_groups_at_once,
     detach_and_attach_again,
     handles_draw_numbers_of_their_own,
-    per_parameter_codecs_and_patterns,
     many_codecs_cost_no_more_kernel_calls,
     nothing_to_compress_still_works,
     other_dtypes_go_as_they_are,
-    wrong_modules_are_named,
     plans_that_differ_are_named,
     bucketing_changes_nothing,
     backward_in_pieces,
     state_moves_to_another_world_size,
-    state_of_another_plan_is_refused,
     a_state_is_a_snapshot,
     copies_are_plain_modules,
     what_ddp_synchronises_is_planned,
@@ -657,7 +552,8 @@ def alone_sharded_or_plain(rank: int) -> None:
         stats = handle.stats()
         assert (stats["steps"], stats["wire_bytes"], f"{stats['ratio']:.1f}") == (4, 0, "1.0")
         assert f"{stats.get('weights_ratio', 1):.1f}" == "1.0"
-        assert handle.metrics()["ratio"] == 1
+        assert handle.metrics(every=1).keys() == {"exposed_seconds", "ratio", "bits_per_value"}
+        assert (handle.metrics()["ratio"], handle.metrics()["bits_per_value"]) == (1, 32)
         assert "one rank sends nothing" in str(handle)
         state = handle.full_state_dict(rank0_only=True)
         assert state["world_size"] == 1

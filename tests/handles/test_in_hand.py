@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes
-from refusals import refusal
+from ranks import all_pass, as_processes, refuses
 from rooms.handles import original, plain_name, plain_names
 from training import mlp, sharded, train
 
@@ -161,6 +161,8 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         def module(self) -> nn.Module:
             raise AssertionError("not looked at")
 
+    hooked = DDP(net())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
     for match, given in (
         ("attach(DistributedDataParallel(model))", net()),
         ("attach(DistributedDataParallel(model))", compiled(net())),
@@ -178,10 +180,11 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         ("pass .strategy.model of it", TrainerLike(compiled(DDP(net())))),
         ("FSDP1): shard the model with fully_shard", BareFSDP1()),
         ("trainer.strategy.model (Lightning", TrainerLike(net())),
+        ("communication hook", hooked),
         ("not str", "model"),
         ("not list", [DDP(net())]),
     ):
-        told = refusal(lambda given=given: gw.attach(given))
+        told = refuses("", lambda given=given: gw.attach(given))
         assert match in told
         of_trainer = isinstance(given, (TrainerLike, LightningModule))
         assert of_trainer or "Lightning" not in told
@@ -221,15 +224,20 @@ def registered(rank: int) -> None:
         bare = compiled(net()) if compile_first else net()
         model = None if before else wrap(bare)
         registration = gw.register(bare if before else model, exclude=["0.*"], bits=8)
+        assert registration.settled == (not before)
         model = wrap(bare) if before else model
         train(model, range(2))
+        assert registration.settled
         handle = registration.handle
         assert handle is not None
         planned = {p.name: p.codec for p in handle.plan.parameters}
         assert list(planned) == NAMES
         assert [name for name, codec in planned.items() if codec] == ["2.weight"]
+        assert planned["2.weight"].bits == 8
         assert handle.stats()["wire_bytes"] > 0
         registration.withdraw()
+        train(model, range(2, 3))
+        assert handle.stats()["steps"] == 2
         torch._dynamo.reset()
 
 

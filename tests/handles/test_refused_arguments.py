@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire import codecs
 from gradwire.codecs import RandomK
-from ranks import all_pass, caught
-from refusals import refusal
+from ranks import all_pass, caught, refuses
 from training import mlp
 
 SCALES = RandomK(density=0.1, unbiased=True)
@@ -78,6 +77,24 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         )
         for replan in (5, {"every": 5})
     ),
+    *(
+        (("attach",), {"codec": "auto", name: value}, f'{name}={value!r:.60}: "auto" decides this')
+        for name, value in (
+            ("bits", 4),
+            ("policy", "lgreco"),
+            ("replan", gw.Replan()),
+            ("error_feedback", True),
+        )
+    ),
+    (("attach",), {"codec": "qsgd", "auto": gw.Auto()}, 'auto is for the codec "auto"'),
+    (("attach",), {"codec": "auto", "auto": 5}, "auto=5: give gw.Auto"),
+    (
+        ("attach",),
+        {"codec": "auto", "auto": gw.Auto(methods=["powersgd:rank=100000"])},
+        "rank=100000 does not shrink",
+    ),
+    (("attach",), {"policy": 3}, "policy=3: give a policy"),
+    (("attach",), {"replan": gw.Replan()}, "give policy, too"),
     (
         ("attach",),
         {"codec": "topk", "policy": "lgreco:budget=qsgd:bits=5"},
@@ -132,7 +149,7 @@ def wrong_arguments_are_refused(rank: int) -> None:
     assert not faults, "\n".join(faults)
     attach = partial(gw.attach, DDP(mlp(20, 40, 3)), algorithm="all_gather", error_feedback=True)
     for given in ({"codec": SCALES}, {"codec": None, "codecs": {"0.weight": SCALES}}):
-        assert "unbiased=True without" in refusal(partial(attach, **given))
+        refuses("unbiased=True without", partial(attach, **given))
 
 
 @pytest.mark.multiprocess

@@ -136,11 +136,6 @@ def on_fsdp(rank: int) -> None:
     assert f"{told:,} bytes of gradients and {of_weights:,.0f} of weights per step" in str(handle)
 
 
-def one_rank(rank: int) -> None:
-    handle = gw.attach(DDP(mlp()))
-    assert "one rank sends nothing" in str(handle)
-
-
 def replicas(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
@@ -170,7 +165,6 @@ def sparse(rank: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (1, [one_rank]),
         (3, [on_ddp, on_fsdp, sparse]),
         (4, [replicas]),
         pytest.param(2, [on_ddp, on_fsdp], marks=EXHAUSTIVE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from products import EXHAUSTIVE, one_in
-from ranks import as_processes, check_each
+from ranks import all_pass, as_processes
 from training import flat, gradients, mlp, same_everywhere
 
 pytestmark = pytest.mark.multiprocess
@@ -230,7 +231,7 @@ def a_scaler_skips_what_is_not_finite(rank: int, method: str) -> None:
     handle.detach()
 
 
-def resumes_to_the_same_bits(rank: int, method: str, folder: Path) -> None:
+def resumes_to_the_same_bits(rank: int, folder: Path, method: str) -> None:
     """From a file of each rank's; and from the states of all ranks at one rank less, where nothing
     is lost."""
     model, handle = made(method)
@@ -302,22 +303,13 @@ SCENARIOS = [*TRAINED, is_adopted_during_training]
 ADOPTED = ("powersgd:rank=2", "dgc:density=0.05:momentum=0.5:warmup=3")  # others: by test_update
 
 
-def run(rank: int, of_method: dict[str, list[Callable[..., None]]], folder: Path) -> dict[str, str]:
-    """The stacks of the scenarios that fail."""
-    return {
-        f"{method}, {name}": stack
-        for method, scenarios in of_method.items()
-        for name, stack in check_each(rank, scenarios, method, folder).items()
-    }
-
-
 def passes(ranks: int, of_method: dict[str, list[Callable[..., None]]], folder: Path) -> None:
-    found = as_processes(ranks, run, of_method, folder, deadline=100 + 100 * len(of_method))
-    assert not any(found), "\n".join(
-        f"{what}, rank {rank} of {ranks}:\n{stack}"
-        for rank, failed in enumerate(found)
-        for what, stack in failed.items()
-    )
+    checks = [
+        partial(scenario, method=method)
+        for method, scenarios in of_method.items()
+        for scenario in scenarios
+    ]
+    all_pass(ranks, checks, folder, deadline=100 + 100 * len(of_method))
 
 
 EVERY = [*METHODS, *VARIANTS]
@@ -422,59 +414,3 @@ def test_powersgd_under_a_scaler_trains_as_uncompressed(codec: str, growth_inter
     assert ours[-1] < 0.3 * ours[0]
     assert ours[-1] < theirs[-1 - STEPS // 10]
     assert scale >= plain_scale / 16, "the scale collapsed"
-
-
-ROUNDS: dict[str, dict[str, Any]] = {
-    "powersgd:rank=2": {},
-    "artopk:density=0.01": {},
-    "topkc:bits=1:chunk=32": {},
-    "thc:bits=5": {"error_feedback": True},
-    "artopk:density=0.02:leader=auto:scope=model": {},
-    "lwtopk:density=0.01": {},
-    "globaltopk:density=0.01": {},
-    # Under Adam, without momentum of its own.
-    "dgc:density=0.01:momentum=0:warmup=20:clip=3.0": {},
-    "powersgd": {"rank": 2, "codecs": {"6.weight": "artopk", "8.weight": "qsgd"}},  # mixed
-}
-FEW = [name for name in ROUNDS if name.startswith(("topkc", "thc", "artopk:density=0.02", "dgc"))]
-
-
-def learns(rank: int, names: Sequence[str], steps: int) -> list[tuple[list[float], str]]:
-    """Losses under Adam, and the codecs in use."""
-    found = []
-    for name in names:
-        model = DDP(mlp(30, 120, 130, 120, 110, 100, 8), bucket_cap_mb=0.1)
-        handle = gw.attach(model, name, coalesce_bytes=0, **ROUNDS[name])
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-        target = torch.randn(30, 8, generator=torch.Generator().manual_seed(5)) / 5
-        draw, losses = torch.Generator().manual_seed(rank), []
-        for _ in range(steps):
-            x = torch.randn(32, 30, generator=draw)
-            loss = (model(x) - x @ target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert same_everywhere(flat(model)), name
-        codecs = " ".join(told["codec"] for told in handle.stats()["parameters"].values())
-        found.append((losses, codecs))
-        handle.detach()
-    return found
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("steps", "names"),
-    [(3, [*FEW, "powersgd"]), pytest.param(300, [*ROUNDS], marks=EXHAUSTIVE)],
-    ids=["few", "all"],
-)
-def test_aggregators_of_several_rounds_learn(steps: int, names: Sequence[str]) -> None:
-    """With many small buckets."""
-    found = as_processes(3, learns, names, steps, deadline=600)
-    for name, ranks in zip(names, zip(*found, strict=True), strict=True):
-        losses = torch.tensor([mine for mine, _ in ranks])
-        assert losses.isfinite().all(), name
-        used = {"powersgd", "artopk", "QSGD"} if name == "powersgd" else {name.partition(":")[0]}
-        assert all(kind in ranks[0][1] for kind in used), ranks[0][1]
-        if steps > 3:
-            assert losses[:, -5:].sum() < 0.7 * losses[:, :5].sum(), name

@@ -21,8 +21,7 @@ import gradwire as gw
 from gradwire import groups
 from gradwire.aggregators import Observation
 from products import one_in
-from ranks import all_pass, caught
-from refusals import refusal
+from ranks import all_pass, caught, refuses
 from training import everywhere, flat, mlp, same_everywhere, train
 
 pytestmark = pytest.mark.multiprocess
@@ -180,7 +179,7 @@ def updates_of_what_is_gone_are_refused(rank: int) -> None:
     handles = handle, gw.attach(shards)
     dist.destroy_process_group(group)
     for one in handles:
-        told = refusal(lambda one=one: one.update(bits=3))
+        told = refuses("", lambda one=one: one.update(bits=3))
         assert "process group of this handle was destroyed" in told
 
 

@@ -253,8 +253,8 @@ def assert_loaded(job: Job, full: Any, drops: bool) -> None:
     assert after.keys() == before.keys()
     for name, residual in before.items():
         torch.testing.assert_close(after[name], residual)
-    for name, basis in alike(first).items() if job.kind == "aggregating" else ():
-        assert all(torch.equal(alike(state)[name], basis) for state in now["ranks"])
+    for name, basis in bases(first).items() if job.kind == "aggregating" else ():
+        assert all(torch.equal(bases(state)[name], basis) for state in now["ranks"])
     kept, found = references(full), references(now)
     assert all(torch.equal(found[name], reference) for name, reference in kept.items())
     old, new = residuals(full), residuals(now)
@@ -270,7 +270,7 @@ def residuals(full: Any) -> list[torch.Tensor]:
     return [state["residual"] for state in states if "residual" in state]
 
 
-def alike(state: Any) -> dict[str, torch.Tensor]:
+def bases(state: Any) -> dict[str, torch.Tensor]:
     """PowerSGD's factors, which all ranks have alike."""
     return {name: of["basis"] for name, of in state["aggregators"].items() if "basis" in of}
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradwire.lang import layout
+from training import everywhere
 
 # Codecs of weights. The tests' weights are small: patterns ask for them by name.
 ALL = {"*.weight": "randomshift:bits=8", "embedding": "randomshift:bits=8"}
@@ -55,6 +56,14 @@ def sharded(policy: MixedPrecisionPolicy | None = None, **options: Any) -> Model
 def own_mesh() -> DeviceMesh:
     """Handles of one group draw different random numbers; those of several, the same."""
     return DeviceMesh.from_group(dist.new_group(), "cpu")
+
+
+def by_layer(model: Any, **how: Any) -> Any:
+    """A group of each layer, and of the module; over a mesh of its own unless `how` has one."""
+    how = {"mesh": own_mesh(), **how}
+    for module in (*model.children(), model):
+        fully_shard(module, **how)
+    return model
 
 
 def replicated(replicas: int) -> DeviceMesh:
@@ -156,13 +165,6 @@ def same(a: Any, b: Any) -> bool:
     return (a is None and b is None) or torch.equal(a, b)
 
 
-def on_all(found: Any) -> list[Any]:
-    """What every rank has found, in rank order."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, found)
-    return parts
-
-
 def digest(tensor: torch.Tensor) -> str:
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
     return hashlib.sha1(values.numpy().tobytes()).hexdigest()
@@ -171,7 +173,7 @@ def digest(tensor: torch.Tensor) -> str:
 def unlike(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """The names of tensors that are not the same, bit for bit, on all ranks."""
     mine = {name: digest(tensor) for name, tensor in tensors.items()}
-    every = on_all(mine)
+    every = everywhere(mine)
     assert all(list(one) == list(mine) for one in every)
     return [name for name in mine if len({one[name] for one in every}) > 1]
 

@@ -12,48 +12,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from training import flat
+
 
 def mlp(width: int = 60) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, 30))
 
 
-def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
-    return torch.randn(8, 20, generator=generator).to(dtype)
-
-
-def train(
-    model: nn.Module, steps: range, clip: float | None = None, dtype: torch.dtype = torch.float32
-) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in steps:
-        optimizer.zero_grad()
-        model(batch(step, dtype)).float().square().mean().backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a shard, the tensor."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([whole(p.detach()).float().reshape(-1) for p in model.parameters()])
-
-
 def strayed(model: nn.Module, reference: nn.Module, start: nn.Module) -> float:
     """The distance from the reference weights, relative to their change in training."""
     way = (flat(reference) - flat(start)).norm()
     return float((flat(model) - flat(reference)).norm() / way)
-
-
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tensor)
-    return all(torch.equal(gathered[0], other) for other in gathered)
 
 
 def gloo() -> Any:

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from adaptive_model import FOUR, MATRICES, OFTEN, meshed, methods, model_of, steps, until_decided
-from sharded_model import dumped, loaded, on_all, unlike
+from sharded_model import dumped, loaded, unlike
 
 import gradwire as gw
 from gradwire.controllers import Policy
 from ranks import Check, caught, each, refuses, together
 from rooms.decide import tables
+from training import alike
 
 pytestmark = pytest.mark.multiprocess
 
@@ -28,7 +29,7 @@ def a_policy_changes_the_plan(
     uniform = handle.stats()["parameters"]
     until_decided(model, handle, 2, 1)
     found = methods(handle)
-    assert len({str(one) for one in on_all(found)}) == 1
+    assert alike(found)
     chosen = {found[name] for name in MATRICES}
     assert len(chosen) > 1, "gradients of other sizes get other methods"
     assert (len({one.partition("(")[0] for one in chosen}) > 1) == mixed
@@ -74,32 +75,7 @@ def a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) -> None
     planned = second["planned_error"] / first["uniform_error"]
     assert planned <= 1.0
     assert second["error"] / second["uniform_error"] > 1.2 * planned
-    rows = [[{**row, "seconds": 0} for row in of] for of in on_all(handle.adaptation.history[:2])]
-    assert all(of == rows[0] for of in rows)
-
-
-def accordion_remembers_norms_between_decisions_and_in_a_state(rank: int, policy: str) -> None:
-    """Norms stay as they are, so from the second decision on no layer is critical."""
-    model = model_of("ddp")
-    often = gw.Replan(every=8, average=4, share=1.0)
-    handle: Any = gw.attach(model, FOUR, policy=policy, replan=often)
-    until_decided(model, handle, 3, 1)
-    first, second, *_ = handle.adaptation.history
-    assert not first["early"]
-    assert first["changed"] == (0 if policy == "accordion" else 3)
-    assert second["changed"] > 0
-    assert second["error"] < handle.adaptation.history[2]["error"]
-    state = loaded(dumped(handle.state_dict()))
-    norms = state["policy"]["gradients"].get("memory", {}).get("norms", {})
-    assert set(norms) == (set(MATRICES) if rank == 0 else set())
-    before = methods(handle)
-    handle.detach()
-    again: Any = gw.attach(model, FOUR, policy=policy, replan=often)
-    again.load_state_dict(state)
-    until_decided(model, again, 1, 0)
-    if policy == "accordion":  # without its memory, all layers would be critical again
-        assert again.adaptation.history[0]["changed"] == 0
-        assert methods(again) == before
+    assert alike([{**row, "seconds": 0} for row in handle.adaptation.history[:2]])
 
 
 def a_policy_chooses_bits_of_weights(rank: int, codec: str | None, weights: str, keep: str) -> None:
@@ -112,7 +88,7 @@ def a_policy_chooses_bits_of_weights(rank: int, codec: str | None, weights: str,
     handle: Any = gw.attach(model, codec, policy="lgreco", **how)
     until_decided(model, handle, 5 if codec else 2, 1)
     found = {p.name: str(p.weight) for p in handle.plan.parameters}
-    assert len({str(one) for one in on_all(found)}) == 1
+    assert alike(found)
     assert len({found[name] for name in MATRICES}) > 1, "weights of other sizes get other bits"
     assert all(found[name].lower().startswith(weights.split(":")[0]) for name in MATRICES)
     assert all(found[name] == "None" for name in found if name not in MATRICES)
@@ -123,13 +99,6 @@ def a_policy_chooses_bits_of_weights(rank: int, codec: str | None, weights: str,
     assert later["planned_error"] <= rows[0]["budget"]
     assert ("gradients" in {row["of"] for row in handle.adaptation.history}) == (codec is not None)
     steps(model, 600, 602)
-    state = loaded(dumped(handle.state_dict()))
-    before = handle.plan.parameters
-    handle.detach()
-    again: Any = gw.attach(model, codec, policy="lgreco", **how)
-    again.load_state_dict(state)
-    assert [p.weight for p in again.plan.parameters] == [p.weight for p in before]
-    steps(model, 700, 702)
     assert not unlike({n: p.full_tensor() for n, p in model.named_parameters()})
 
 
@@ -153,7 +122,7 @@ def a_policy_goes_on_after_recover(rank: int) -> None:
     assert handle.adaptation is not before
     assert methods(handle) == found
     assert handle.history() == history
-    assert len(set(on_all(handle.adaptation.passes))) == 1
+    assert alike(handle.adaptation.passes)
     assert handle.adaptation.passes >= passes
     count = len(history)
     until_decided(model, handle, count + 1, 0)
@@ -169,7 +138,7 @@ def a_policy_works_where_a_mesh_has_one_rank_in_a_dimension(rank: int) -> None:
         until_decided(model, handle, 1, 1)
         (row, *_) = handle.adaptation.history
         assert row["changed"] > 0, row
-        assert len({str(one) for one in on_all(methods(handle))}) == 1
+        assert alike(methods(handle))
         handle.detach()
 
 
@@ -220,10 +189,7 @@ class Unnamed(Policy):
 def bad_input_is_named(rank: int) -> None:
     lgreco, mixed = {"policy": "lgreco"}, {"replan": gw.Replan(mixed=True)}
     for said, given in (
-        ("give a policy", {"policy": 3}),
         ("its class has no name", {"policy": Unnamed()}),
-        ("unknown policy 'greedy'", {"policy": "greedy"}),
-        ("give policy, too", {"replan": OFTEN}),
         ("no choices around", {"codec": "terngrad", **lgreco}),
         ("no choices around", {"codec": "qsgd:rounding=nearest", **lgreco}),
         ("several methods", {"codecs": {"0.weight": "qsgd:bits=2"}, **lgreco}),
@@ -234,9 +200,7 @@ def bad_input_is_named(rank: int) -> None:
         refuses(said, lambda given=given: gw.attach(model_of("ddp"), **given))
     how = {"error_feedback": True, **lgreco, **mixed}
     refuses("mixed=True) is for DDP", lambda: gw.attach(model_of("fsdp2"), "qsgd:bits=4", **how))
-    for wrong in (
-        {"every": 0}, {"average": 600}, {"share": 0}, {"metric": "l1"}, {"alpha": -1}, {"mixed": 1},
-    ):  # fmt: skip
+    for wrong in ({"average": 600}, {"share": 0}, {"metric": "l1"}, {"mixed": 1}):
         refuses("Replan: ", lambda wrong=wrong: gw.Replan(**wrong))
 
 
@@ -256,7 +220,6 @@ CHECKS: dict[int, list[Check]] = {
             ("fsdp2", "topk:density=0.05", True),
         ),
         *each(a_stale_plan_is_renewed_before_its_period_ends, ("ddp",)),
-        *each(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion",)),
         *each(
             a_policy_chooses_bits_of_weights,
             ("qsgd:bits=4", "randomshift:bits=5", "none"),
@@ -279,7 +242,6 @@ MORE: dict[int, list[Check]] = {
             ("ddp", "powersgd:rank=4", False),
         ),
         *each(a_stale_plan_is_renewed_before_its_period_ends, ("fsdp2",)),
-        *each(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion-lgreco",)),
     ],
     3: [
         *each(a_policy_changes_the_plan, ("ddp", "topk:density=0.05", True)),

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import on_all, unlike
-from torch import nn
+from sharded_model import unlike
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import caught, refuses, together
 from rooms.decide import Tell
+from training import alike, backward, everywhere, mlp
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,22 +25,15 @@ QUICK = gw.Auto(trial=2, watch=3, replan=gw.Replan(every=4, average=2, share=1.0
 PASSES = 300  # at most, until what a check waits for
 
 
-def model_of() -> DDP:
-    torch.manual_seed(0)
-    return DDP(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)))
-
-
 def made(auto: gw.Auto = QUICK, **given: Any) -> tuple[DDP, Any]:
-    model = model_of()
+    model = DDP(mlp(32, 64, 16))
     return model, gw.attach(model, "auto", auto=auto, **given)
 
 
 def step(model: DDP, number: int) -> None:
-    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-    model.zero_grad()
-    model(torch.randn(8, 32, generator=generator)).square().mean().backward()
+    made = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    backward(model, torch.randn(8, 32, generator=made))
     for p in model.parameters():
-        assert p.grad is not None
         p.data -= 0.05 * p.grad
 
 
@@ -51,7 +44,7 @@ def train(model: DDP, handle: Any, until: Callable[[], object]) -> None:
         step(model, number)
         handle._reductions.runner.wait()
         assert not unlike(dict(model.named_parameters()))
-        if all(on_all(bool(until()))):
+        if all(everywhere(bool(until()))):
             return
     raise AssertionError(handle.history())
 
@@ -69,7 +62,7 @@ def lines(handle: Any) -> list[str]:
 def ended(handle: Any) -> list[str]:
     """Detaches; what was decided, which is the same on all ranks."""
     found = lines(handle)
-    assert all(one == found for one in on_all(found))
+    assert alike(found)
     handle.detach()
     dist.barrier()
     return found
@@ -95,7 +88,7 @@ def it_tries_settles_and_adapts(rank: int) -> None:
     train(model, handle, lambda: handle.adaptation is not None and handle.adaptation.history)
     assert auto.setting == "qsgd:bits=4"
     assert "qsgd" in how(handle)["2.bias"], "what has a codec of its own keeps it"
-    assert all(one == how(handle) for one in on_all(how(handle)))
+    assert alike(how(handle))
     refuses('"auto" changes', lambda: handle.update(bits=3))
     (tried,) = (row["tried"] for row in auto.history)
     assert [(one["seconds"], one["used"]) for one in tried] == [
@@ -177,28 +170,12 @@ def links_are_probed(rank: int) -> None:
     assert len(set(found.machines)) == 1
     assert any("QSGD" in name for name in found.kernels)
     assert str(found).startswith("2 ranks on 1 machine; latency ")
-    assert all(one == found for one in on_all(found))
+    assert alike(found)
     for seconds in (0.0, 1e4, float("inf"), float("nan")):
         refuses(f"seconds={seconds}", lambda s=seconds: gw.probe(seconds=s))
     unlike = "qsgd" if rank else "zip"  # at once on all ranks
     said = refuses("refused: unknown codec 'zip'", lambda: gw.probe(codecs=[unlike]))
     assert "codecs ('qsgd',)" in said
-
-
-def what_does_not_go_with_it_is_named(rank: int) -> None:
-    model = DDP(nn.Linear(4, 4))
-    for name, given in (
-        ("bits=4", {"bits": 4}),
-        ("policy='lgreco'", {"policy": "lgreco"}),
-        ("replan=Replan(", {"replan": gw.Replan()}),
-        ("error_feedback", {"error_feedback": True}),
-    ):
-        said = refuses(name, lambda given=given: gw.attach(model, "auto", **given))
-        assert '"auto" decides this' in said
-    sketched = gw.Auto(methods=["powersgd:rank=100000"])
-    refuses("rank=100000 does not shrink", lambda: gw.attach(model, "auto", auto=sketched))
-    refuses('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto()))
-    refuses("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5))  # type: ignore[arg-type]
 
 
 def test_ranks_try_settle_and_adapt_together() -> None:
@@ -209,7 +186,6 @@ def test_ranks_try_settle_and_adapt_together() -> None:
         detaching_ends_the_background,
         links_are_probed,
         nothing_to_compress_is_said,
-        what_does_not_go_with_it_is_named,
     )
 
 

@@ -66,62 +66,49 @@ def reductions() -> dict[str, Op]:
     }
 
 
-def broadcast(group: dist.ProcessGroup) -> torch.Tensor:
-    tensor = values()
-    dist.broadcast(tensor, src=dist.get_world_size() - 1, group=group)
-    return tensor
+def parts(count: int | None = None) -> list[torch.Tensor]:
+    """One for each rank, unless their number is given."""
+    return [values(salt=n) for n in range(count or dist.get_world_size())]
+
+
+def whole(salt: int = 0) -> torch.Tensor:
+    return values(numel=LARGE * dist.get_world_size(), salt=salt)
+
+
+def on_first(made: Any) -> Any:
+    return made if dist.get_rank() == 0 else None
+
+
+# Calls that write their results into their last argument, and what that is before.
+Writing = tuple[Callable[[dist.ProcessGroup, Any], Any], Callable[[], Any]]
+WRITING: dict[str, Writing] = {
+    "broadcast": (lambda g, x: dist.broadcast(x, dist.get_world_size() - 1, g), values),
+    "all_gather": (lambda g, x: dist.all_gather(x, values(), g), parts),
+    "all_gather_into_tensor": (lambda g, x: dist.all_gather_into_tensor(x, values(), g), whole),
+    "gather": (lambda g, x: dist.gather(values(), x, 0, g), lambda: on_first(parts())),
+    "scatter": (lambda g, x: dist.scatter(x, on_first(parts()), 0, g), values),
+    "reduce_scatter": (lambda g, x: dist.reduce_scatter(x, parts(), group=g), values),
+    "reduce_scatter_tensor": (lambda g, x: dist.reduce_scatter_tensor(x, whole(), group=g), values),
+    "all_to_all": (lambda g, x: dist.all_to_all(x, parts(), g), lambda: parts()[::-1]),
+    "strided": (lambda g, x: dist.all_reduce(x, group=g), lambda: values().view(200, 200).t()),
+}
+
+
+def writing(name: str) -> Op:
+    call, make = WRITING[name]
+
+    def run(group: dist.ProcessGroup) -> Any:
+        written = make()
+        call(group, written)
+        return written
+
+    return run
 
 
 def reduce(group: dist.ProcessGroup) -> torch.Tensor | None:
     tensor = values()
     dist.reduce(tensor, dst=0, group=group)
-    return tensor if dist.get_rank() == 0 else None
-
-
-def all_gather(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty(LARGE) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, values(), group=group)
-    return gathered
-
-
-def all_gather_into_tensor(group: dist.ProcessGroup) -> torch.Tensor:
-    gathered = torch.empty(LARGE * dist.get_world_size())
-    dist.all_gather_into_tensor(gathered, values(), group=group)
-    return gathered
-
-
-def gather(group: dist.ProcessGroup) -> list[torch.Tensor] | None:
-    first = dist.get_rank() == 0
-    gathered = [torch.empty(LARGE) for _ in range(dist.get_world_size())] if first else None
-    dist.gather(values(), gathered, dst=0, group=group)
-    return gathered
-
-
-def scatter(group: dist.ProcessGroup) -> torch.Tensor:
-    first = dist.get_rank() == 0
-    parts = [values(salt=n) for n in range(dist.get_world_size())] if first else None
-    mine = torch.empty(LARGE)
-    dist.scatter(mine, parts, src=0, group=group)
-    return mine
-
-
-def reduce_scatter(group: dist.ProcessGroup) -> torch.Tensor:
-    mine = torch.empty(LARGE)
-    dist.reduce_scatter(mine, [values(salt=n) for n in range(dist.get_world_size())], group=group)
-    return mine
-
-
-def reduce_scatter_tensor(group: dist.ProcessGroup) -> torch.Tensor:
-    mine = torch.empty(LARGE)
-    dist.reduce_scatter_tensor(mine, values(numel=LARGE * dist.get_world_size()), group=group)
-    return mine
-
-
-def all_to_all(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    n = dist.get_world_size()
-    received = [torch.empty(LARGE) for _ in range(n)]
-    dist.all_to_all(received, [values(salt=k) for k in range(n)], group=group)
-    return received
+    return on_first(tensor)  # type: ignore[no-any-return]
 
 
 def all_to_all_single(group: dist.ProcessGroup) -> torch.Tensor:
@@ -180,27 +167,24 @@ def barriers(group: dist.ProcessGroup) -> None:
 
 
 def coalesced(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    tensors = [values(salt=n) for n in range(3)]
+    tensors, more = parts(3), parts(3)
     with dist._coalescing_manager(group=group):
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
-    more = [values(salt=n) for n in range(3)]
     group.allreduce_coalesced(more, dist.AllreduceCoalescedOptions()).wait()
-    gathered = [torch.empty(LARGE * dist.get_world_size()) for _ in range(2)]
-    group.allgather_into_tensor_coalesced(gathered, [values(), values(salt=1)]).wait()
-    mine = [torch.empty(LARGE) for _ in range(2)]
-    whole = [values(numel=LARGE * dist.get_world_size(), salt=n) for n in range(2)]
-    group.reduce_scatter_tensor_coalesced(mine, whole, dist.ReduceScatterOptions()).wait()
+    gathered = [whole(2), whole(3)]
+    group.allgather_into_tensor_coalesced(gathered, parts(2)).wait()
+    mine, options = parts(2), dist.ReduceScatterOptions()
+    group.reduce_scatter_tensor_coalesced(mine, [whole(), whole(1)], options).wait()
     return tensors + more + gathered + mine
 
 
 def functions(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    whole = values(numel=LARGE * dist.get_world_size())
     made = [
         functional.all_reduce(values(), "sum", group),
         functional.all_gather_tensor(values(), 0, group),
-        functional.reduce_scatter_tensor(whole, "sum", 0, group),
-        functional.all_to_all_single(whole, None, None, group),
+        functional.reduce_scatter_tensor(whole(), "sum", 0, group),
+        functional.all_to_all_single(whole(), None, None, group),
         functional.broadcast(values(), 0, group),
     ]
     return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in made]
@@ -213,14 +197,8 @@ def sparse(group: dist.ProcessGroup) -> torch.Tensor:
     return tensor.to_dense()
 
 
-def strided(group: dist.ProcessGroup) -> torch.Tensor:
-    tensor = values(numel=200 * 300).view(200, 300).t()
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 def in_every_spelling(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    one, two, three, four = (values(salt=n) for n in range(4))
+    one, two, three, four = parts(4)
     group.allreduce(one).wait()
     group.allreduce([two], dist.ReduceOp.MAX).wait()
     group.allreduce(three, op=dist.ReduceOp.AVG).wait()
@@ -233,18 +211,10 @@ def wrong_sizes(group: dist.ProcessGroup) -> None:
     dist.reduce_scatter_tensor(torch.empty(7), torch.empty(LARGE), group=group)
 
 
-OPERATIONS: dict[str, Op] = {
+OPERATIONS: dict[str, Op] = {name: writing(name) for name in WRITING} | {
     op.__name__: op
     for op in (
-        broadcast,
         reduce,
-        all_gather,
-        all_gather_into_tensor,
-        gather,
-        scatter,
-        reduce_scatter,
-        reduce_scatter_tensor,
-        all_to_all,
         all_to_all_single,
         point_to_point,
         objects,
@@ -252,7 +222,6 @@ OPERATIONS: dict[str, Op] = {
         coalesced,
         functions,
         sparse,
-        strided,
         in_every_spelling,
         wrong_sizes,
     )

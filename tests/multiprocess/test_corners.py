@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import all_pass, caught, refuses
+from training import whole
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,8 +37,7 @@ def step(model: nn.Module) -> None:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-            for p in model.parameters()]  # fmt: skip
+    return [whole(p.grad).clone() for p in model.parameters()]
 
 
 def as_plain(ours: nn.Module, plain: nn.Module, steps: int = 3) -> None:

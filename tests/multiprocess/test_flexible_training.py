@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import on_all, unlike
+from sharded_model import unlike
 from torch import nn
 
 import gradwire as gw
@@ -18,6 +18,7 @@ from gradwire.planner.links import Links
 from ranks import each, refuses, together
 from rooms.flexible import MemoryCheckpoint
 from rooms.flexible import flexible as flexible_module
+from training import alike
 
 pytestmark = pytest.mark.multiprocess
 
@@ -120,7 +121,7 @@ def it_follows_the_network_and_the_gain(rank: int) -> None:
         monkey.setattr(KnownLinks, "newest", links(1e-3, 1e-8))
         found = follows()
     lines, first, second = found
-    assert all(one == found for one in on_all(found))
+    assert alike(found)
     assert lines[0] == "the start: tries 2 densities, 3 steps each"
     assert "gains by density 0.3: " in lines[1]
     assert lines[1].endswith(f"chooses {first}")

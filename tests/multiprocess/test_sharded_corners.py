@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_model import sharded
+from sharded_model import by_layer, replicated, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,12 +23,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import all_pass, caught, refuses
+from training import Acts, alike, batch, nothing
 
 pytestmark = pytest.mark.multiprocess
-
-
-def batch(rank: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -70,36 +67,14 @@ class Wrapped:
         self.handle.load_state_dict(state["handle"])
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, on: bool) -> torch.Tensor:
-        ctx.on = on
-        return x.clone()
+def loss(model: nn.Module, step: int, raises: bool = False) -> torch.Tensor:
+    """With `raises`, backward raises between the two layers."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        if ctx.on:
-            raise ValueError("a layer's own")
-        return grad, None
+    def fails() -> None:
+        raise ValueError("a layer's own")
 
-
-class Layers(nn.Module):
-    """Two sharded layers; backward may raise between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(5, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor, raises: bool = False) -> torch.Tensor:
-        return self.last(Raises.apply(self.first(x).relu(), raises))  # type: ignore[no-any-return]
-
-
-def layers() -> Layers:
-    model = Layers()
-    for module in (model.first, model.last, model):
-        fully_shard(module)
-    return model
+    model.between = fails if raises else nothing
+    return model(batch(step)).square().sum()  # type: ignore[no-any-return]
 
 
 OPTIONS: dict[str, Any] = {"bits": 4, "error_feedback": True}
@@ -111,27 +86,26 @@ def training_goes_on_after_an_exception(rank: int) -> None:
     everyone = list(range(dist.get_world_size()))
     of_weights = {"weights": {"*.weight": "randomshift:bits=8"}, "keep": "reference"}
     for more, raising in (({}, everyone[-1:]), (of_weights, everyone)):
-        model, exact = layers(), layers()
+        model, exact = by_layer(Acts()), by_layer(Acts())
         handle = gw.attach(model, **OPTIONS, **more)
-        model(batch(rank)).square().sum().backward()
+        loss(model, 0).backward()
         handle.update(bits=8).wait()
-        loss = model(batch(rank), rank in raising).square().sum()
-        error = caught(loss.backward)
+        error = caught(loss(model, 0, rank in raising).backward)
         if rank in raising:  # a peer may be the first to raise
             assert isinstance(error, (ValueError, gw.TransportError)), error
         else:
             assert isinstance(error, gw.TransportError), error
+            assert error.peer == raising[0]
+            assert "backward raised an exception" in str(error)
             assert "reset_iter_state() and the handle's recover()" in str(error)
         model.reset_iter_state()
         handle.recover()
         for seed in range(3):
             for one in (model, exact):
                 one.zero_grad()
-                one(batch(rank, seed)).square().sum().backward()
+                loss(one, seed).backward()
         assert handle.stats()["steps"] == 3
-        steps = [None] * len(everyone)
-        dist.all_gather_object(steps, handle.state_dict()["steps"])
-        assert all(one == steps[0] for one in steps)
+        assert alike(handle.state_dict()["steps"])
         for found, expected in zip(gradients(model), gradients(exact), strict=True):
             assert (found - expected).norm() < 0.5 * expected.norm()
         handle.detach()
@@ -140,19 +114,19 @@ def training_goes_on_after_an_exception(rank: int) -> None:
 
 def passes_outside_autograd_are_passes(rank: int) -> None:
     """Pipeline schedules run backward without reductions, and reduce behind it."""
-    model = layers()
+    model = by_layer(Acts())
     handle = gw.attach(model, **OPTIONS)
     update = handle.update(bits=8)
     update.wait()
     handle.metrics(every=1)
     for step in range(1, 6):
-        for module in (model.first, model.last, model):
+        for module in (model.first, model.second, model):
             module.set_is_last_backward(False)
             module.set_reshard_after_backward(False)
             module.set_requires_gradient_sync(False)
         for part in range(2):
-            model(batch(rank, part)).square().sum().backward()
-        for module in (model, model.last, model.first):
+            loss(model, part).backward()
+        for module in (model, model.second, model.first):
             module.set_is_last_backward(True)
             module.set_reshard_after_backward(True)
             module.set_requires_gradient_sync(True)
@@ -171,7 +145,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.expert = nn.Linear(5, 64), nn.Linear(64, 64)
+        self.first, self.expert = nn.Linear(20, 64), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.expert(self.first(x).relu())  # type: ignore[no-any-return]
@@ -186,7 +160,7 @@ def modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
     inner, outer = gw.attach(model.expert, **OPTIONS), gw.attach(model, **OPTIONS)
     for seed in range(2):
         model.zero_grad()
-        model(batch(rank, seed)).square().sum().backward()
+        loss(model, seed).backward()
     for handle in (inner, outer):
         assert handle.stats()["steps"] == 2
         assert handle.stats()["wire_bytes"] > 0
@@ -197,12 +171,9 @@ def modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
 
 def errors_have_ranks_of_the_job(rank: int) -> None:
     """Rank 3 raises: its number is 1 in both of its groups."""
-    model = Layers()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    for module in (model.first, model.last, model):
-        fully_shard(module, mesh=mesh)
+    model = by_layer(Acts(), mesh=replicated(2))
     handle = gw.attach(model, **OPTIONS)
-    error = caught(model(batch(rank), rank == 3).square().sum().backward)
+    error = caught(loss(model, 0, rank == 3).backward)
     if rank != 3:  # rank 0 shares no group with it
         assert isinstance(error, gw.TransportError)
         assert f"rank {rank}: rank 3 has failed: rank 3: backward raised" in str(error)
@@ -215,7 +186,7 @@ class Spare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.used, self.spare = nn.Linear(5, 64), nn.Linear(5, 64)
+        self.used, self.spare = nn.Linear(20, 64), nn.Linear(20, 64)
 
     def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
         return self.used(x) + (self.spare(x) if spare else 0.0)  # type: ignore[no-any-return]
@@ -225,12 +196,12 @@ def unused_parameters_have_a_mend(rank: int) -> None:
     model = fully_shard(Spare())
     model.set_reduce_scatter_unused_params(True)
     handle = gw.attach(model, bits=4)
-    model(batch(rank), rank == 0).square().sum().backward()
+    model(batch(0), rank == 0).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     handle.detach()
     model = fully_shard(Spare())
     gw.attach(model, bits=4)
-    backward = model(batch(rank), rank == 0).square().sum().backward
+    backward = model(batch(0), rank == 0).square().sum().backward
     refuses("set_reduce_scatter_unused_params(True)", backward)
 
 

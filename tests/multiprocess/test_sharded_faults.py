@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded_model import own_mesh
+from sharded_model import by_layer
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from ranks import caught, each, together
@@ -20,11 +19,8 @@ RAISING = 1
 
 
 def three_layers() -> nn.Sequential:
-    mesh = own_mesh()
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    return model
+    return by_layer(model, reshard_after_forward=True)  # type: ignore[no-any-return]
 
 
 def an_exception_where_others_gather_is_told(rank: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, batch, on_all, replicated
+from sharded_model import Model, batch, replicated
 from torch import nn
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from ranks import each, together
+from training import alike
 
 pytestmark = pytest.mark.multiprocess
 
@@ -305,8 +306,7 @@ def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
     coded = train(chosen, steps, codec="qsgd:bits=8", weights=EIGHT, keep=keep)
     assert coded.losses == pytest.approx(plain.losses, rel=0.1)
     assert coded.losses != plain.losses
-    found = on_all([(step, digest) for step, _, digest in coded.gathers])
-    assert all(one == found[0] for one in found)
+    assert alike([(step, digest) for step, _, digest in coded.gathers])
     for step in range(steps):
         versions = {(group, digest) for at, group, digest in coded.gathers if at == step}
         assert len(versions) == len({group for group, _ in versions}), step

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from sharded_model import (
     gathered,
-    on_all,
     own_mesh,
     replicated,
     sgd,
@@ -17,10 +15,10 @@ from sharded_model import (
     steps,
     unlike,
 )
-from torch.distributed.tensor import DTensor
 
 import gradwire as gw
 from ranks import each, refuses, together
+from training import alike, everywhere
 
 pytestmark = pytest.mark.multiprocess
 
@@ -58,7 +56,7 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     found = handle.plan.levels
     assert set(found.weights) == {f"{n}.weight" for n in ("first", "frozen", "second")}
     assert set(found.gradients) == {f"{n}.weight" for n in ("first", "second")}
-    assert len({str(state) for state in on_all(found.state())}) == 1
+    assert alike(found.state())
     for levels in (*found.weights.values(), *found.gradients.values()):
         assert len(levels) == 8
         assert list(levels) == sorted(levels)
@@ -89,29 +87,8 @@ def replicas_learn_the_same_levels(rank: int) -> None:
     steps(model, optimizer, 1, 2)
     assert handle.plan.levels.weights
     assert handle.plan.levels.gradients
-    assert len({str(state) for state in on_all(handle.plan.levels.state())}) == 1
+    assert alike(handle.plan.levels.state())
     assert not unlike(gathered(model))
-
-
-def resuming_is_bit_identical(rank: int, keep: str) -> None:
-    model, handle, optimizer = made(keep=keep)
-    steps(model, optimizer, 0, 1)
-    learned(handle)
-    steps(model, optimizer, 1, 2)
-    shards = {name: local(value).clone() for name, value in model.state_dict().items()}
-    state = copy.deepcopy(handle.state_dict())
-    expected = steps(model, optimizer, 2, 5)
-    model, handle, optimizer = made(keep=keep)
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            local(value).copy_(shards[name])
-    handle.load_state_dict(state)
-    assert handle.plan.levels.state() == state["levels"]
-    assert steps(model, optimizer, 2, 5) == expected
-
-
-def local(value: Any) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
@@ -127,7 +104,7 @@ def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
         """Bytes of a step's weights once an update is in force."""
         update = handle.update(**changes)
         update.wait(60)
-        on_all("prepared")
+        everywhere("prepared")
         steps(model, optimizer, 20, 22)
         assert update.in_force
         steps(model, optimizer, 22, 23)
@@ -194,6 +171,5 @@ def test_levels_are_learned_however_weights_are_kept(ranks: int) -> None:
     for check in (
         levels_are_learned_and_equal_on_all_ranks,
         codecs_of_weights_change_during_training,
-        resuming_is_bit_identical,
     ):
         together(ranks, *each(check, "none", "payload", "reference"))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import ALL, backward, gathered, on_all, own_mesh, sharded, train, unlike
+from sharded_model import ALL, backward, gathered, own_mesh, sharded, train, unlike
 
 import gradwire as gw
 from gradwire.algorithms import HierarchicalReduceScatter
 from gradwire.lang import layout
 from ranks import each, together
+from training import everywhere
 
 pytestmark = pytest.mark.multiprocess
 
@@ -41,7 +42,7 @@ def two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
     assert "hierarchical" in str(handle.plan.describe()[0])
     update = handle.update("identity")
     update.wait(60)
-    on_all("prepared")
+    everywhere("prepared")
     for step in range(3):
         backward(model, step)
     assert update.in_force

@@ -1,28 +1,29 @@
 """Gathers of weights overlap with compute on the CPU, where FSDP2's own block.
 
-Rank 1 joins the gather of the next block once rank 0 computes the current one. So a gather that
-blocks where FSDP2 calls it hangs; one that moves while FSDP2 waits for it alone does, too. With -s,
-rank 0 prints its time lines.
+Rank 1 joins the gather of the next block once rank 0 computes the current one, whose compute lasts
+until that gather has ended. So a gather that blocks where FSDP2 calls it hangs; one that moves
+while FSDP2 waits for it alone does, too.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_model import by_layer
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from gradwire.planner.weights import KEEP
+from leftovers import until
 from ranks import each, together
+from training import OnTheWayBack
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,114 +31,78 @@ BLOCKS = 4
 WEIGHTS = {"*": "randomshift:bits=8"}
 
 
-class TimeLine:
-    """What happens on this rank, in order, and what it waits for.
+class Schedule:
+    """Which gather waits for which compute, and the other way round.
 
     Attributes:
-        events: what happened.
-        works: of the last gather of each block; None: it had ended when its call returned.
-        gated: the passes ("forward", "backward") in which rank 1 joins late.
-        patience: seconds that rank 1 waits for rank 0's compute; then it notes that it gave up.
+        works: of the gather of each block in the running pass; None: it ended within its call.
+        gated: the passes ("forward", "backward") in which they wait.
+        overlapped: the gathers that ended during the compute of the block before.
+        faults: what was waited for in vain, up to `patience` seconds.
     """
 
     def __init__(self, gated: tuple[str, ...], name: str, patience: float = 60.0) -> None:
-        self.events: list[str] = []
         self.works: dict[int, dist.Work | None] = {}
-        self.gated = gated
+        self.overlapped: list[str] = []
+        self.faults: list[str] = []
+        self.gated, self.patience = gated, patience
         self.running = "forward"
-        self.patience = patience
-        self._name = name  # unlike that of other time lines
-        self._times: list[float] = []
+        self._name = name  # unlike that of other schedules
         self._store = dist.distributed_c10d._get_default_store().clone()
 
-    def note(self, what: str) -> None:
-        self.events.append(f"{self.running}: {what}")
-        self._times.append(time.perf_counter())
-
-    def ordered(self, *events: str) -> bool:
-        """Whether these have happened, in this order."""
-        places = [self.events.index(event) for event in events]
-        return places == sorted(places)
-
-    def print(self) -> None:
-        timed = zip(self._times, self.events, strict=True)
-        lines = (f"{1e3 * (at - self._times[0]):8.1f} ms  {what}" for at, what in timed)
-        print(self._name, *lines, sep="\n", flush=True)
-
-    def give_up(self, what: str) -> None:
-        self.note(what)
-        self.patience = 0.1  # the test has failed
-
-    def neighbour(self, block: int, ahead: int) -> int:
-        """The block that is computed after this one (1) or before it (-1) in the running pass."""
-        return block + ahead if self.running == "forward" else block - ahead
+    def neighbour(self, block: int, ahead: int) -> int | None:
+        """The block that is computed after this one (1) or before it (-1), if they wait."""
+        found = block + ahead if self.running == "forward" else block - ahead
+        return found if self.running in self.gated and 0 <= found < BLOCKS else None
 
     def gather(self, block: int, call: Callable[[], dist.Work | None]) -> dist.Work | None:
         before = self.neighbour(block, -1)
-        if self.running in self.gated and dist.get_rank() == 1 and 0 <= before < BLOCKS:
+        if before is not None and dist.get_rank() == 1:
+            computes = f"{self._name} {self.running} {before}"
             try:
-                patience = timedelta(seconds=self.patience)
-                self._store.wait([f"{self._name} {self.running} {before}"], patience)
+                self._store.wait([computes], timedelta(seconds=self.patience))
             except dist.DistStoreError:
-                self.give_up(f"rank 0 does not compute {before}")
-        self.note(f"gather {block} begins")
+                self._give_up(f"rank 0 does not compute {before}")
         self.works[block] = call()
         return self.works[block]
 
     def compute(self, block: int) -> None:
-        """As long as the gather of the next block lasts."""
-        self.note(f"compute {block} begins")
         if dist.get_rank() == 0:
             self._store.set(f"{self._name} {self.running} {block}", "")
         after = self.neighbour(block, 1)
-        if self.running in self.gated and 0 <= after < BLOCKS:
-            work, end = self.works[after], time.monotonic() + self.patience
-            while work is not None and not work.is_completed():
-                if time.monotonic() > end:
-                    self.give_up(f"the gather of {after} does not end unless it is awaited")
-                    break
-                time.sleep(1e-3)
-            self.note(f"gather {after} has ended")
-        self.note(f"compute {block} ends")
+        if after is not None:
+            work = self.works[after]  # it has begun
+            if work is not None and not until(work.is_completed, self.patience):
+                self._give_up(f"the gather of {after} does not end unless it is awaited")
+            self.overlapped.append(f"{self.running} {after}")
 
-
-class Computes(torch.autograd.Function):
-    """Stands for the compute of a block, in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: TimeLine, block: int) -> torch.Tensor:
-        ctx.of = line, block
-        line.compute(block)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        line, block = ctx.of
-        line.compute(block)
-        return gradient, None, None
+    def _give_up(self, fault: str) -> None:
+        self.faults.append(fault)
+        self.patience = 0.1  # the test has failed
 
 
 class Block(nn.Module):
-    def __init__(self, line: TimeLine, at: int) -> None:
+    def __init__(self, schedule: Schedule, at: int) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.line, self.at = line, at
+        self.schedule, self.at = schedule, at
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Computes.apply(self.linear(x), self.line, self.at)
+    def forward(self, x: torch.Tensor) -> Any:
+        computes = partial(self.schedule.compute, self.at)
+        computes()
+        return OnTheWayBack.apply(self.linear(x), computes)  # type: ignore[no-untyped-call]
 
 
-def model_on(line: TimeLine) -> nn.Sequential:
-    model = nn.Sequential(*(Block(line, at) for at in range(BLOCKS)))
-    for module in (*model, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+def model_on(schedule: Schedule) -> nn.Sequential:
+    model = nn.Sequential(*(Block(schedule, at) for at in range(BLOCKS)))
+    by_layer(model, reshard_after_forward=True)
     for block, following in pairwise(model):
         block.set_modules_to_forward_prefetch([following])
     return model
 
 
 def watch(model: nn.Sequential) -> None:
-    """Put what gathers each block's weights on the time line."""
+    """Put what gathers each block's weights on the schedule."""
     for block in model:
         gather = block._get_fsdp_state()._fsdp_param_group._all_gather_comm
 
@@ -149,45 +114,35 @@ def watch(model: nn.Sequential) -> None:
                 return self.inner.allocate(*size, **kind)
 
             def __call__(self, **of: Any) -> dist.Work | None:
-                return self.block.line.gather(self.block.at, lambda: self.inner(**of))
+                return self.block.schedule.gather(self.block.at, lambda: self.inner(**of))
 
         block.set_custom_all_gather(Noted(gather, block))
 
 
 def the_next_blocks_gather_ends_while_the_current_one_computes(rank: int, keep: str) -> None:
     gathers_twice = keep in ("none", "redraw")
-    line = TimeLine(("forward", "backward") if gathers_twice else ("forward",), f"keep={keep!r}")
-    model = model_on(line)
+    gated = ("forward", "backward") if gathers_twice else ("forward",)
+    schedule = Schedule(gated, f"keep={keep!r}")
+    model = model_on(schedule)
     gw.attach(model, weights=WEIGHTS, keep=keep)
     watch(model)
     loss = model(torch.randn(8, 64)).square().mean()
-    line.running = "backward"
+    schedule.running = "backward"
+    schedule.works.clear()
     loss.backward()
-    if rank == 0:
-        line.print()
-    assert not [event for event in line.events if "does not" in event], line.events
-    for at in range(BLOCKS - 1):
-        assert line.ordered(
-            f"forward: gather {at + 1} begins",
-            f"forward: compute {at} begins",
-            f"forward: gather {at + 1} has ended",
-            f"forward: compute {at} ends",
-        ), line.events
-        if gathers_twice:
-            assert line.ordered(
-                f"backward: gather {at} begins",
-                f"backward: gather {at} has ended",
-                f"backward: compute {at + 1} ends",
-            ), line.events
+    assert not schedule.faults
+    backward = ["backward 2", "backward 1", "backward 0"]
+    forward = ["forward 1", "forward 2", "forward 3"]
+    assert schedule.overlapped == forward + backward * gathers_twice
 
 
 def fsdp2s_own_gathers_block(rank: int) -> None:
     """So the check above can fail: here rank 1 waits in vain for rank 0's compute."""
-    line = TimeLine(("forward",), "FSDP2", patience=0.2)
-    model = model_on(line)
+    schedule = Schedule(("forward",), "FSDP2", patience=0.2)
+    model = model_on(schedule)
     watch(model)
     model(torch.randn(8, 64))
-    assert ("forward: rank 0 does not compute 0" in line.events) == (rank == 1), line.events
+    assert ("rank 0 does not compute 0" in schedule.faults) == (rank == 1), schedule.faults
 
 
 def test_the_next_blocks_gather_ends_while_the_current_one_computes() -> None:

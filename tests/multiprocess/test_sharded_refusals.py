@@ -119,15 +119,13 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
         for said, options in (
             ("takes a codec, not powersgd", {"codec": "powersgd"}),
             ("coalesce_bytes is for DDP's", {"coalesce_bytes": 5}),
-            ("FSDP2 has no algorithm 'ring'", {"algorithm": "ring"}),
-            ("use one of sra, hierarchical", {"algorithm": "ring"}),
+            ("FSDP2 has no algorithm 'ring': use one of sra, hierarchical", {"algorithm": "ring"}),
             ("the machine of each of the 2 ranks", {"options": TOO_FEW}),
             ("matches no parameter", {"exclude": ["decoder.*"]}),
             ("sends a part of the values", {"weights": "topk:density=0.1"}),
             ("sends a part of the values", {"weights": "randomk:density=0.1"}),
             ("OneBit(block=1024) is for gradients", {"weights": "onebit"}),
             ("rounding=stochastic", {"weights": "qsgd:rounding=dithered"}),
-            ("weights='powersgd'", {"weights": "powersgd"}),
             ("matches no parameter", {"weights": {"nothing.*": "bf16"}}),
             (
                 "use one of none, payload, redraw, reference",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from adaptive_model import MATRICES, OFTEN, methods, model_of, until_decided
 from sharded_model import (
     Model,
@@ -18,11 +17,11 @@ from sharded_model import (
     dumped,
     gradients,
     loaded,
-    on_all,
     replicated,
     same,
     sharded,
 )
+from test_sharded import exactly_what_was_asked_for
 from test_sharded_levels import replicas_learn_the_same_levels
 from test_sharded_update import all_ranks_switch_at_the_same_pass, unlike_plans_are_refused
 from test_sharded_weights import replicas_decode_the_same_weights
@@ -32,62 +31,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from ranks import each, refuses, together
 from rooms.decide import tables
+from training import alike, everywhere
 
 pytestmark = pytest.mark.multiprocess
 
 
 def hybrid(replicas: int) -> Any:
-    mesh = replicated(replicas)
-    return sharded(mesh=mesh), mesh
+    return sharded(mesh=replicated(replicas))
 
 
-def exactly_what_was_asked_for(rank: int, replicas: int, codec: str) -> None:
-    """With two replicas or two shards, a sum does not depend on order."""
-    (plain, _), (ours, _) = hybrid(replicas), hybrid(replicas)
-    handle = gw.attach(ours, codec, exclude=["second.weight"])
-    compressed = {n for n, f in handle.stats()["parameters"].items() if f["codec"] != "dense"}
-    assert compressed == {"embedding", "first.weight", "frozen.weight", "spare.weight"}
-    for step in range(2):
-        lossy = compressed if codec != "identity" else ()
-        assert_as_asked(backward(plain, step), backward(ours, step), lossy)
-    groups = 2 if replicas < dist.get_world_size() else 1
-    assert handle.stats()["calls"] == 2 * 2 * groups
-    if codec == "qsgd":
-        assert handle.stats()["ratio"] > 1.5  # low, since the tensors are small
-
-
-def nothing_is_lost(rank: int, replicas: int) -> None:
-    """Law 2: the own shard's part of a residual has the error between replicas, the other parts
-    the errors of the scatter."""
-    (plain, _), (ours, mesh) = hybrid(replicas), hybrid(replicas)
-    shards, shard = mesh["shards"].size(), mesh["shards"].get_local_rank()
-    handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
-    total: dict[str, Any] = {}
-    sent: dict[str, Any] = {}
-    for step in range(3):
-        added(total, backward(plain, step, spare=True))
-        added(sent, backward(ours, step, spare=True))
-    states = handle.state_dict()["aggregators"]
-    assert sorted(states) == ["embedding", "first.weight", "second.weight", "spare.weight"]
-    for name, p in ours.named_parameters():
-        if name not in states:
-            continue
-        residual = states[name]["residual"].double().view(p.shape)
-        rows = -(-p.shape[0] // shards)
-        mine = slice(shard * rows, (shard + 1) * rows)
-        hop = residual[mine].clone() * shards  # its weight in the average is that of all shards
-        assert hop.any() or not hop.numel()
-        residual[mine] = 0
-        dist.all_reduce(residual)
-        dist.all_reduce(hop, group=mesh["replicas"].get_group())
-        owed = (residual[mine] + hop) / dist.get_world_size()
-        torch.testing.assert_close(sent[name] + owed, total[name], rtol=0, atol=1e-4)
-
-
-def what_is_owed_is_sent(rank: int) -> None:
-    """Residuals of both hops are sent once the new plan has none; with two ways to average."""
+def what_is_owed_is_sent(rank: int, replicas: int = 2) -> None:
+    """Law 2: residuals of both hops are sent once the new plan has none; with two ways to
+    average."""
     for sums in (False, True):
-        (plain, _), (ours, _) = hybrid(2), hybrid(2)
+        plain, ours = hybrid(replicas), hybrid(replicas)
         if sums:
             for model in (plain, ours):
                 model.set_force_sum_reduction_for_comms(True)
@@ -98,38 +55,37 @@ def what_is_owed_is_sent(rank: int) -> None:
         for step in range(4):
             if step == 2:
                 handle.update(codec=None).wait(60)
-                on_all("prepared")
+                everywhere("prepared")
             added(total, backward(plain, step, spare=True))
             added(sent, backward(ours, step, spare=True))
         assert handle.plan.version == 1
+        assert len(total) == 7
         for name, expected in total.items():
             torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
 
 
 def steps_without_the_hop(rank: int) -> None:
     """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
-    (plain, _), (ours, _) = hybrid(2), hybrid(2)
+    plain, ours = hybrid(2), hybrid(2)
     handle = gw.attach(ours, "identity")
     for model in (plain, ours):
         model.zero_grad()
         for step in range(3):
             model.set_requires_all_reduce(step == 2)
             model(batch(step), spare=True).square().mean().backward()
-    expected, found = gradients(plain), gradients(ours)
-    assert all(same(gradient, found[name]) for name, gradient in expected.items())
+    assert_as_asked(gradients(plain), gradients(ours), ())
     assert handle.stats()["calls"] == 3 * 3 + 3
     handle.detach()
-    expected, found = backward(plain, 3), backward(ours, 3)
-    assert all(same(gradient, found[name]) for name, gradient in expected.items())
+    assert_as_asked(backward(plain, 3), backward(ours, 3), ())
     assert handle.stats()["calls"] == 3 * 3 + 3
 
 
 def plans_switch(rank: int) -> None:
     """On all ranks at the same pass; refused on all, whether ranks of one replica or replicas ask
     for something else."""
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2)[0], changes=1)
+    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2), changes=1)
     for of in (rank % 2, rank // 2):
-        unlike_plans_are_refused(rank, lambda: hybrid(2)[0], of)
+        unlike_plans_are_refused(rank, lambda: hybrid(2), of)
 
 
 def shards_without_values_switch(rank: int) -> None:
@@ -143,7 +99,7 @@ def shards_without_values_switch(rank: int) -> None:
         for step in range(4):
             if step == 1:
                 handle.update(bits=2).wait(60)
-                on_all("prepared")
+                everywhere("prepared")
             ours(batch(step)).square().mean().backward()
             versions.append(handle.plan.version)
         assert versions == [0, 0, 1, 1], replicas
@@ -166,10 +122,10 @@ def a_policy_decides_for_all_replicas(rank: int) -> None:
     handle.adaptation._window = window
     until_decided(model, handle, 2, 1)
     chosen = [methods(handle), {p.name: str(p.weight) for p in handle.plan.parameters}]
-    assert len({str(of) for of in on_all(chosen)}) == 1
+    assert alike(chosen)
     assert len({chosen[0][name] for name in MATRICES}) > 1
     mine = [summed[name].tolist() for name in MATRICES]  # this rank's shards, in windows of all
-    assert [of for i, of in enumerate(on_all(mine)) if i % 2 == rank % 2] == [mine] * 2
+    assert [of for i, of in enumerate(everywhere(mine)) if i % 2 == rank % 2] == [mine] * 2
     before, at = handle.plan.parameters, len(handle.adaptation.history)
     with pytest.MonkeyPatch.context() as monkey:
         if rank == 1:
@@ -185,7 +141,7 @@ def states_fit_the_mesh(rank: int) -> None:
     how: dict[str, Any] = {"density": 0.1, "error_feedback": True}
 
     def made() -> tuple[Any, Any]:
-        model, _ = hybrid(2)
+        model = hybrid(2)
         return model, gw.attach(model, "topk", policy="lgreco", **how)
 
     model, handle = made()
@@ -206,7 +162,7 @@ def states_fit_the_mesh(rank: int) -> None:
             for name, gradient in backward(again, step, spare=True).items():
                 assert same(gradient, expected[name])
     del state["policy"]
-    other, _ = hybrid(1)
+    other = hybrid(1)
     flat = gw.attach(other, "topk", **how)
     ddp = gw.attach(DDP(Model()), "topk", **how)
     own = {key: value for key, value in ddp.state_dict().items() if key != "aggregators"}
@@ -224,8 +180,7 @@ def states_fit_the_mesh(rank: int) -> None:
 def test_what_is_compressed_is_what_was_asked_for() -> None:
     together(
         4,
-        *each(exactly_what_was_asked_for, (2, "qsgd")),
-        *each(nothing_is_lost, 2),
+        partial(exactly_what_was_asked_for, codec="qsgd", replicas=2),
         what_is_owed_is_sent,
         steps_without_the_hop,
         plans_switch,
@@ -238,18 +193,18 @@ def test_what_is_compressed_is_what_was_asked_for() -> None:
 
 
 def every_plan_switches(rank: int) -> None:
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2)[0])
+    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2))
 
 
 @pytest.mark.exhaustive
 def test_identity_is_exact_and_every_plan_switches() -> None:
     together(
         4,
-        *each(exactly_what_was_asked_for, (2, "identity")),
+        partial(exactly_what_was_asked_for, codec="identity", replicas=2),
         every_plan_switches,
     )
 
 
 @pytest.mark.exhaustive
 def test_six_ranks_lose_nothing() -> None:
-    together(6, *each(nothing_is_lost, 2, 3))
+    together(6, *each(what_is_owed_is_sent, 2, 3))

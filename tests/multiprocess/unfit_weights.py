@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from sharded_model import own_mesh, unlike
+from sharded_model import by_layer, own_mesh, unlike
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -70,9 +70,7 @@ def values_that_no_codec_holds_may_come_later(rank: int, keep: str) -> None:
     """By a load, into groups that are gathered ahead of others, and some of which is frozen."""
     model: Any = nn.Sequential(Masked(0.0), Masked(0.0), Masked(0.0))
     model[1].requires_grad_(False)
-    mesh = own_mesh()
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
+    by_layer(model)
     model.set_modules_to_forward_prefetch([model[0], model[1]])
     model[1].set_modules_to_forward_prefetch([model[2]])
     handle = gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)

@@ -21,11 +21,10 @@ from trained import (
     flat,
     net,
     replicas_alike,
-    same_sum,
 )
 
 import gradwire as gw
-from refusals import refusal
+from ranks import refuses
 
 
 def made() -> tuple[Any, Any, Any, gw.Handle]:
@@ -75,21 +74,12 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     last = gw.accelerate.attach(accelerator, model, CODEC, **HOW)
     accelerator.load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))
-    told = refusal(lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]
+    told = refuses("", lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]
     assert "give the Accelerator first" in told
     # A handle by itself would be rank 0's.
     accelerator.register_for_checkpointing(handle)
-    told = refusal(lambda: accelerator.save_state(str(folder / "wrong")))
+    told = refuses("", lambda: accelerator.save_state(str(folder / "wrong")))
     assert "gw.accelerate.attach" in told
-
-
-def resumes_on_three(rank: int, folder: Path) -> None:
-    as_under_torchrun(rank)
-    again = accelerator, model, _, handle = made()
-    accelerator.load_state(str(folder / "state"))
-    same_sum(handle.full_state_dict(), saved(folder))
-    train(*again)
-    replicas_alike(flat(model))
 
 
 def a_part_of_the_ranks_is_refused(rank: int) -> None:
@@ -98,6 +88,6 @@ def a_part_of_the_ranks_is_refused(rank: int) -> None:
     accelerator, two = accelerate.Accelerator(cpu=DEVICE == "cpu"), dist.new_group([0, 1])
     if rank < 2:
         model = DistributedDataParallel(net(), process_group=two)
-        told = refusal(lambda: gw.accelerate.attach(accelerator, model))
+        told = refuses("", lambda: gw.accelerate.attach(accelerator, model))
         assert "save handle.checkpoint() on every rank" in told
         gw.attach(model)  # nothing is left attached

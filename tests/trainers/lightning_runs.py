@@ -27,8 +27,7 @@ from trained import (
 )
 
 import gradwire as gw
-from ranks import caught
-from refusals import refusal
+from ranks import caught, refuses
 
 
 class Module(L.LightningModule):
@@ -157,7 +156,7 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
         optimizer.zero_grad()
     compressed(handle)
     replicas_alike(flat(model))
-    told = refusal(lambda: fabric.save(folder / "wrong.ckpt", {"gradwire": handle}))
+    told = refuses("", lambda: fabric.save(folder / "wrong.ckpt", {"gradwire": handle}))
     assert "gw.lightning.state(handle)" in told
     fabric.save(folder / "fabric.ckpt", {"model": model, "gradwire": gw.lightning.state(handle)})
     model, optimizer, again = made()

@@ -25,7 +25,6 @@ from trained import (
     net,
     read,
     replicas_alike,
-    same_sum,
 )
 
 import gradwire as gw
@@ -112,16 +111,6 @@ def _logs_have_metrics(trainer: Any, rank: int) -> None:
     if rank == 0:
         assert logger.logged[0]["gradwire/ratio"] > 4
         assert "gradwire/nmse" in logger.logged[1]
-
-
-def resumes_on_three(rank: int, folder: Path) -> None:
-    as_under_torchrun(rank)
-    half = folder / f"checkpoint-{BATCHES}"
-    trainer, callback, start = made(folder / "three", ignore_data_skip=True)
-    trainer.train(resume_from_checkpoint=str(half))
-    same_sum(start.full, read(half / "gradwire.pt"))
-    compressed(callback.handle)
-    replicas_alike(flat(trainer.model))
 
 
 def a_checkpoint_without_gradwire_warns(rank: int, folder: Path) -> None:

@@ -186,8 +186,12 @@ class PlanFile:
         return self.shapes
 
     def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise ConfigError unless the file has exactly these parameters, in these shapes."""
-        shapes = {name: tuple(p.shape) for name, p in named}
+        """Raise ConfigError unless the file has exactly these parameters, in these shapes. A tied
+        one may come once per name; the first counts."""
+        first: dict[torch.Tensor, str] = {}
+        for name, p in named:
+            first.setdefault(p, name)
+        shapes = {name: tuple(p.shape) for p, name in first.items()}
         for name, shape in shapes.items():
             if name not in self.gradients:
                 raise ConfigError(f"plan: the file has no parameter {name}: it is another model's")
