@@ -18,7 +18,7 @@ from gradwire.codecs.text import parse
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec, layout
 from gradwire.lang.ir import Scope
-from gradwire.planner.rules import matches
+from gradwire.planner.rules import check_patterns, matches
 
 SMALL = 4096
 BLOCK = 1024  # of sharded modules' codecs: blocks of some 16,000 lose accuracy (THESIS 5.6.1)
@@ -70,13 +70,7 @@ class WeightRules:
     def check(self, names: Iterable[tuple[str, ...]]) -> None:
         """Raise ConfigError unless every pattern matches a parameter; `names` has the names of
         each."""
-        known = list(names)
-        for pattern, _ in self.overrides:
-            if not any(matches(of, pattern) for of in known):
-                raise ConfigError(
-                    f"weights: the pattern {pattern!r} matches no parameter; the first names are "
-                    + ", ".join(of[0] for of in known[:4])
-                )
+        check_patterns("weights", (pattern for pattern, _ in self.overrides), list(names))
 
     def choose(self, names: tuple[str, ...], dimensions: int, numel: int) -> Codec | None:
         """The codec of a parameter; None: uncompressed.
