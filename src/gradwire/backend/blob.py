@@ -51,8 +51,7 @@ class Blobs:
         self._lock = threading.Lock()
         self._comm: Communicator | None = None
         self._steps = count()
-        self._lacking = functools.cache(lacking)
-        self._announced = False
+        self._has_kernels = functools.cache(_has_kernels)
         self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
 
     def all_reduced(self, tensors: list[torch.Tensor], op: str | None) -> FutureWork | None:
@@ -69,7 +68,7 @@ class Blobs:
         if codec is None or op is None:
             return None
         mirrors = not in_backward() and mirrors_backward()
-        if not (mirrors or in_backward()) or not self._has_kernels(tensors[0]):
+        if not (mirrors or in_backward()) or not self._has_kernels(tensors[0].device.type):
             return None
         work = self._start(AllReduce(flat(tensors[0]), op, codec=codec), tensors[0], 2)
         if mirrors:
@@ -93,9 +92,8 @@ class Blobs:
         if codec is None or op is None or not in_backward():
             return None
         shards = output.dtype == input.dtype and input.numel() == size * output.numel()
-        if not (shards and output.is_contiguous() and input.is_contiguous()):
-            return None
-        if not self._has_kernels(input):
+        shards = shards and output.is_contiguous() and input.is_contiguous()
+        if not shards or not self._has_kernels(input.device.type):
             return None
         values, home = flat(input), flat(output)
         home.copy_(values.view(size, -1)[self._group.rank()])
@@ -108,16 +106,6 @@ class Blobs:
             return None
         assert not isinstance(codec, Aggregator), "an aggregator needs parameters"
         return codec
-
-    def _has_kernels(self, tensor: torch.Tensor) -> bool:
-        """Whether kernels for its device are available; logs a warning once if not."""
-        reason = self._lacking(tensor.device.type)
-        if reason is not None and not self._announced:
-            self._announced = True
-            log.warning(
-                "gradwire: gradients on %s are sent uncompressed: %s", tensor.device.type, reason
-            )
-        return reason is None
 
     def _start(self, request: Request, result: torch.Tensor, times: int) -> FutureWork:
         """Start a collective that sends all values but the own shard, `times` over."""
@@ -163,3 +151,11 @@ class Blobs:
         """Close the communicator; collectives in flight end with a TransportError."""
         self._comm = None
         release(self._group)
+
+
+def _has_kernels(device_type: str) -> bool:
+    """Whether kernels for such devices are available; logs a warning if not."""
+    reason = lacking(device_type)
+    if reason is not None:
+        log.warning("gradwire: gradients on %s are sent uncompressed: %s", device_type, reason)
+    return reason is None

@@ -105,21 +105,19 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         what = layout(codec)
     except ConfigError as error:
         raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from None
-    if isinstance(codec, _OF_GRADIENTS):
-        raise ConfigError(
-            f"{argument}: {codec} is for gradients, and loses the size of a weight; {advice}"
-        )
     each = any(f.scope is Scope.ELEMENT for f in what.fields)  # something of each value
-    if what.variable or any(f.shape is not None for f in what.fields) or not each:
-        raise ConfigError(
-            f"{argument}: {codec} sends a part of the values: weights must all arrive; {advice}"
+    if isinstance(codec, _OF_GRADIENTS):
+        why = f"is for gradients, and loses the size of a weight; {advice}"
+    elif what.variable or any(f.shape is not None for f in what.fields) or not each:
+        why = f"sends a part of the values: weights must all arrive; {advice}"
+    elif what.redraws:
+        why = (
+            "decodes with the encoder's random numbers, which ranks do not have of weights; "
+            f"{advice}, or rounding=stochastic or nearest"
         )
-    if what.redraws:
-        raise ConfigError(
-            f"{argument}: {codec} decodes with the encoder's random numbers, which ranks do not "
-            f"have of weights; {advice}, or rounding=stochastic or nearest"
-        )
-    return codec
+    else:
+        return codec
+    raise ConfigError(f"{argument}: {codec} {why}")
 
 
 def in_blocks(method: M, given: Iterable[str] = ()) -> M | str:
