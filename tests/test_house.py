@@ -51,8 +51,8 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "decide":         ( 1462, 20,  0, "..controllers"),
     "state":          (  816,  6,  0, "..controllers"),
     "handles":        ( 7113, 50,  8, "..state"),
-    "backend":        ( 1354,  9,  2, "..handles"),
-    "trainers":       ( 1046, 12,  0, "..handles"),
+    "backend":        ( 1247,  6,  2, "..handles"),
+    "trainers":       ( 1026, 11,  0, "..handles"),
     "flexible":       (  557,  5,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
     "__init__":       (  181,  0,  0, "..flexible"),
@@ -69,7 +69,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
 
 # Of one steady scope of three parameters, two ranks as threads on loopback, without the threads of
 # the control channel; and the modules of both packages behind `import gradwire; gw.attach`.
-CLASSES, FILES, LOADED = 34, 28, 218
+CLASSES, FILES, LOADED = 34, 28, 217
 
 # Their classes share no name with another class.
 DISTINCT = {

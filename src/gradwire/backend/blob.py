@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.aggregators import Aggregator
+from gradwire.backend.models import Models
 from gradwire.backend.scope import in_backward, is_float, lacking, mirrors_backward
-from gradwire.backend.settings import Settings
 from gradwire.backend.work import FutureWork
 from gradwire.collectives import AllReduce, Options, ReduceScatter, Request, prepare
 from gradwire.collectives.calling import flat
@@ -40,11 +40,11 @@ class Blobs:
 
     Args:
         group: the process group.
-        settings: of compression.
+        models: of the group, which have its settings.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, group: dist.ProcessGroup, models: Models) -> None:
+        self._models = models
         self._group = group
         self._backward = Backward(self._settle, lambda: None, lambda: None)
         self._unwaited: list[FutureWork] = []  # by DDP, in the running backward pass
@@ -101,11 +101,12 @@ class Blobs:
 
     def _codec_of(self, tensor: torch.Tensor) -> Codec | None:
         """The codec of a tensor of gradients, equal on every rank; None: it is left alone."""
-        codec, least = self.settings.codec, max(self.settings.min_bytes, 1)
+        settings = self._models.settings
+        least = max(settings.min_bytes, 1)
         if self._group.size() == 1 or not is_float(tensor) or tensor.nbytes < least:
             return None
-        assert not isinstance(codec, Aggregator), "an aggregator needs parameters"
-        return codec
+        assert not isinstance(settings.codec, Aggregator), "an aggregator needs parameters"
+        return settings.codec
 
     def _start(self, request: Request, result: torch.Tensor, times: int) -> FutureWork:
         """Start a collective that sends all values but the own shard, `times` over."""
@@ -117,7 +118,7 @@ class Blobs:
         spec = request.spec(request.verb, 0, size)
         collective = prepare(calls, [spec], Options(), request.operation, result.device)
         name = f"{self._group.group_name}/{request.verb}"
-        keys = rng.parameter_keys(self.settings.seed, name, rank)
+        keys = rng.parameter_keys(self._models.settings.seed, name, rank)
         item = request.item(spec, keys, next(self._steps), rank, size)
 
         def finish(outcome: Outcome) -> None:

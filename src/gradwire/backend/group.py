@@ -64,8 +64,8 @@ class Group(dist.ProcessGroup):
             for device, (kind, backend) in backends.items():
                 group._register_backend(torch.device(device), kind, backend)
         self._backends = backends
-        self.blobs = Blobs(self, settings)
         self.models = Models(self, settings)
+        self.blobs = Blobs(self, self.models)
 
     # ---- the two operations that may carry gradients
 
@@ -118,10 +118,6 @@ class Group(dist.ProcessGroup):
     def settings(self) -> Settings:
         """The settings of compression for models without a registration."""
         return self.models.settings
-
-    def blob(self, settings: Settings) -> None:
-        """Switch to blob mode with `settings`, on which ranks have agreed."""
-        self.models.settings = self.blobs.settings = settings
 
     # ---- the interface of torch's process groups
 

@@ -44,6 +44,7 @@ class Models:
         settings: of compression.
 
     Attributes:
+        settings: of models without a registration, and of blobs; ranks agree on them.
         handles: of the modules found, as long as they exist.
         left: number of calls passed on to torch, by name of the operation.
     """

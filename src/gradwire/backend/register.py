@@ -180,7 +180,7 @@ def _blob(
         )
     settings = replace(actual.settings, codec=made, seed=seed, blob=True)
     communicator(actual).agree("blobs", [settings.describe()])
-    actual.blob(settings)
+    actual.models.settings = settings
 
 
 def _check_group(group: object) -> None:
