@@ -16,19 +16,21 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
+from gradwire.aggregators import Aggregator
+from gradwire.backend.models import Models
 from gradwire.backend.scope import in_backward, is_float, lacking, mirrors_backward
-from gradwire.backend.settings import Settings
-from gradwire.backend.work import FutureWork, Unwaited
-from gradwire.collectives import Item, Operation, Options, prepare
+from gradwire.backend.work import FutureWork
+from gradwire.collectives import AllReduce, Options, ReduceScatter, Request, prepare
+from gradwire.collectives.calling import flat
 from gradwire.engine import Communicator, Outcome
 from gradwire.groups import communicator, release
+from gradwire.handles.backward import Backward
 from gradwire.lang import Codec, rng
-from gradwire.partition import Spec
 
 log = logging.getLogger("gradwire")
 
@@ -38,129 +40,108 @@ class Blobs:
 
     Args:
         group: the process group.
-        settings: of compression.
+        models: of the group, which have its settings.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, group: dist.ProcessGroup, models: Models) -> None:
+        self._models = models
         self._group = group
-        self._watch = Unwaited()
+        self._backward = Backward(self._settle, lambda: None, lambda: None)
+        self._unwaited: list[FutureWork] = []  # by DDP, in the running backward pass
         self._lock = threading.Lock()
         self._comm: Communicator | None = None
-        self._calls = 0
-        self._lacking = functools.cache(lacking)
-        self._announced = False
+        self._steps = count()
+        self._has_kernels = functools.cache(_has_kernels)
         self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
 
-    def all_reduced(self, tensors: list[torch.Tensor], average: bool | None) -> FutureWork | None:
-        """Start the all-reduce of a blob; None if these tensors are not one."""
-        if len(tensors) != 1 or average is None or not self._takes(tensors[0]):
-            return None
-        mirrors = not in_backward() and mirrors_backward()
-        if not (mirrors or in_backward()) or not self._has_kernels(tensors[0]):
-            return None
-        work = self.all_reduce(tensors[0], average)
-        if mirrors:
-            work.wait()  # outside a backward pass, no callback at its end raises errors
-        return work
+    def all_reduced(self, tensors: list[torch.Tensor], op: str | None) -> FutureWork | None:
+        """Start to reduce a blob over the ranks, in place; None if these tensors are not one.
 
-    def scattered(
-        self, output: torch.Tensor, input: torch.Tensor, average: bool | None
-    ) -> FutureWork | None:
-        """Start the reduce-scatter of a blob; None if `input` is not one."""
-        if average is None or not in_backward() or not self._takes(input):
-            return None
-        if not _are_shards(output, input, self._group.size()) or not self._has_kernels(input):
-            return None
-        return self.reduce_scatter(output, input, average)
-
-    def _takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of gradients is compressed; equal on every rank."""
-        if self._group.size() == 1 or not is_float(tensor) or self.settings.codec is None:
-            return False
-        return tensor.numel() * tensor.itemsize >= max(self.settings.min_bytes, 1)
-
-    def _has_kernels(self, tensor: torch.Tensor) -> bool:
-        """Whether kernels for its device are available; logs a warning once if not."""
-        reason = self._lacking(tensor.device.type)
-        if reason is not None and not self._announced:
-            self._announced = True
-            log.warning(
-                "gradwire: gradients on %s are sent uncompressed: %s", tensor.device.type, reason
-            )
-        return reason is None
-
-    def all_reduce(self, tensor: torch.Tensor, average: bool) -> FutureWork:
-        """Sum or average `tensor` over the ranks, in place; any layout in memory.
+        Args:
+            op: "sum", "avg" or None, for any other.
 
         Raises:
             ConfigError: the ranks' tensors differ in size or dtype.
             TransportError: the group is broken.
         """
-        values = tensor.detach().contiguous().view(-1)
+        codec = self._codec_of(tensors[0]) if len(tensors) == 1 else None
+        if codec is None or op is None:
+            return None
+        mirrors = not in_backward() and mirrors_backward()
+        if not (mirrors or in_backward()) or not self._has_kernels(tensors[0].device.type):
+            return None
+        work = self._start(AllReduce(flat(tensors[0]), op, codec=codec), tensors[0], 2)
+        if mirrors:
+            work.wait()  # outside a backward pass, no callback at its end raises errors
+        return work
 
-        def deliver() -> None:
-            if values.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(values.view(tensor.shape))
-
-        raw = 2 * values.nbytes * (self._group.size() - 1) // self._group.size()
-        return self._start("all_reduce", values, None, average, raw, deliver, tensor)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, average: bool
-    ) -> FutureWork:
-        """Sum or average `input` over the ranks; rank n gets the n-th of equal shards.
+    def scattered(
+        self, output: torch.Tensor, input: torch.Tensor, op: str | None
+    ) -> FutureWork | None:
+        """Start to reduce a blob over the ranks, of whose equal shards rank n gets the n-th; None
+        if `input` is not one.
 
         Args:
-            output: contiguous; may be this rank's shard of `input`.
-            input: contiguous, `world_size` times as many values.
+            output: may be this rank's shard of `input`.
+            op: as in `all_reduced`.
 
         Raises:
-            ConfigError, TransportError: as `all_reduce`.
+            ConfigError, TransportError: as `all_reduced`.
         """
-        rank, size = self._group.rank(), self._group.size()
-        values, home = input.detach().view(-1), output.detach().view(-1)
-        home.copy_(values.view(size, -1)[rank])
-        raw = input.nbytes * (size - 1) // size
-        return self._start("reduce_scatter", values, home, average, raw, _nothing, output)
+        codec, size = self._codec_of(input), self._group.size()
+        if codec is None or op is None or not in_backward():
+            return None
+        shards = output.dtype == input.dtype and input.numel() == size * output.numel()
+        shards = shards and output.is_contiguous() and input.is_contiguous()
+        if not shards or not self._has_kernels(input.device.type):
+            return None
+        values, home = flat(input), flat(output)
+        home.copy_(values.view(size, -1)[self._group.rank()])
+        return self._start(ReduceScatter(values, op, home=home, codec=codec), output, 1)
 
-    def _start(
-        self,
-        kind: str,
-        values: torch.Tensor,
-        home: torch.Tensor | None,
-        average: bool,
-        raw_bytes: int,
-        deliver: Callable[[], None],
-        result: torch.Tensor,
-    ) -> FutureWork:
-        assert isinstance(self.settings.codec, Codec), "a blob was taken that has no codec"
-        comm = self._engine()
-        begun = time.perf_counter()
-        operation = Operation(kind, "avg" if average else "sum")
-        spec = Spec(kind, values.numel(), values.dtype, self.settings.codec)
-        collective = prepare(comm.backend_calls, [spec], Options(), operation, result.device)
-        with self._lock:
-            step, self._calls = self._calls, self._calls + 1
-        name = f"{self._group.group_name}/{kind}"
-        keys = rng.parameter_keys(self.settings.seed, name, comm.rank)
-        items = [Item(values, keys, step, None, home)]
+    def _codec_of(self, tensor: torch.Tensor) -> Codec | None:
+        """The codec of a tensor of gradients, equal on every rank; None: it is left alone."""
+        settings = self._models.settings
+        least = max(settings.min_bytes, 1)
+        if self._group.size() == 1 or not is_float(tensor) or tensor.nbytes < least:
+            return None
+        assert not isinstance(settings.codec, Aggregator), "an aggregator needs parameters"
+        return settings.codec
+
+    def _start(self, request: Request, result: torch.Tensor, times: int) -> FutureWork:
+        """Start a collective that sends all values but the own shard, `times` over."""
+        if self._comm is None:  # made on first use, when every rank makes its own
+            self._comm = communicator(self._group)
+        comm, calls, begun = self._comm, self._comm.backend_calls, time.perf_counter()
+        rank, size = comm.rank, comm.world_size
+        raw_bytes = times * request.values.nbytes * (size - 1) // size
+        spec = request.spec(request.verb, 0, size)
+        collective = prepare(calls, [spec], Options(), request.operation, result.device)
+        name = f"{self._group.group_name}/{request.verb}"
+        keys = rng.parameter_keys(self._models.settings.seed, name, rank)
+        item = request.item(spec, keys, next(self._steps), rank, size)
 
         def finish(outcome: Outcome) -> None:
-            deliver()
+            found = request.result(spec, item, rank, size)
+            if found.data_ptr() != result.data_ptr():
+                result.detach().copy_(found.view(result.shape))
             with self._lock:
                 self._totals["calls"] += 1
                 self._totals["wire_bytes"] += outcome.wire_bytes
                 self._totals["raw_bytes"] += raw_bytes
                 self._totals["seconds"] += time.perf_counter() - begun
 
-        return FutureWork(comm, collective.start(items), finish, [result], self._watch)
+        return FutureWork(comm, collective.start([item]), finish, [result], self._forgive)
 
-    def _engine(self) -> Communicator:
-        """The group's communicator, made on first use, when every rank makes its own."""
-        if self._comm is None:
-            self._comm = communicator(self._group)
-        return self._comm
+    def _forgive(self, work: FutureWork) -> None:
+        """Raise the error of `work` at the end of the running backward pass."""
+        self._backward.enter()
+        self._unwaited.append(work)
+
+    def _settle(self) -> None:
+        unwaited, self._unwaited = self._unwaited, []
+        for work in unwaited:
+            work.wait()
 
     def totals(self) -> dict[str, float]:
         """calls, wire_bytes, raw_bytes, seconds: of `Group.stats`; seconds overlap."""
@@ -173,14 +154,9 @@ class Blobs:
         release(self._group)
 
 
-def _nothing() -> None:
-    pass
-
-
-def _are_shards(output: torch.Tensor, input: torch.Tensor, size: int) -> bool:
-    return (
-        output.is_contiguous()
-        and input.is_contiguous()
-        and output.dtype == input.dtype
-        and input.numel() == size * output.numel()
-    )
+def _has_kernels(device_type: str) -> bool:
+    """Whether kernels for such devices are available; logs a warning if not."""
+    reason = lacking(device_type)
+    if reason is not None:
+        log.warning("gradwire: gradients on %s are sent uncompressed: %s", device_type, reason)
+    return reason is None

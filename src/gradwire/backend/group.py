@@ -2,8 +2,8 @@
 
 A group wraps a torch group, over gloo for the CPU and NCCL for CUDA, and passes operations on to
 it, except those that carry gradients of DDP and FSDP2 modules, which have handles
-(backend_models.py). In blob mode, which is off by default, it compresses tensors without knowledge
-of their parameters (backend_blob.py).
+(models.py). In blob mode, which is off by default, it compresses tensors without knowledge
+of their parameters (blob.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from gradwire.backend.blob import Blobs
 from gradwire.backend.entry import NAME
 from gradwire.backend.models import Models
-from gradwire.backend.scope import averages, lacking
+from gradwire.backend.scope import lacking, reduction
 from gradwire.backend.settings import Settings, from_environment
 from gradwire.errors import ConfigError
 from gradwire.handles import torch_versions
@@ -64,16 +64,16 @@ class Group(dist.ProcessGroup):
             for device, (kind, backend) in backends.items():
                 group._register_backend(torch.device(device), kind, backend)
         self._backends = backends
-        self.blobs = Blobs(self, settings)
         self.models = Models(self, settings)
+        self.blobs = Blobs(self, self.models)
 
     # ---- the two operations that may carry gradients
 
     @_untraced
     def allreduce(self, *args: Any, **options: Any) -> dist.Work:
-        tensors, average = _asked(*args, **options)
+        tensors, op = _asked(*args, **options)
         if self.settings.blob:
-            work = self.blobs.all_reduced(tensors, average)
+            work = self.blobs.all_reduced(tensors, op)
             if work is not None:
                 return work
         else:
@@ -94,7 +94,7 @@ class Group(dist.ProcessGroup):
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         if self.settings.blob:
-            work = self.blobs.scattered(output, input, averages(opts.reduceOp))
+            work = self.blobs.scattered(output, input, reduction(opts.reduceOp))
             if work is not None:
                 return work
         else:
@@ -118,10 +118,6 @@ class Group(dist.ProcessGroup):
     def settings(self) -> Settings:
         """The settings of compression for models without a registration."""
         return self.models.settings
-
-    def blob(self, settings: Settings) -> None:
-        """Switch to blob mode with `settings`, on which ranks have agreed."""
-        self.models.settings = self.blobs.settings = settings
 
     # ---- the interface of torch's process groups
 
@@ -195,14 +191,14 @@ def _asked(
     timeout: timedelta | None = None,
     *,
     op: Any = None,
-) -> tuple[list[torch.Tensor], bool | None]:
-    """(tensors, True for an average, False for a sum, None for another reduction).
+) -> tuple[list[torch.Tensor], str | None]:
+    """(tensors, "avg", "sum" or None for another reduction).
 
     torch's `allreduce` takes a tensor or a list, and options or an operation and a timeout.
     """
     wanted = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts
     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    return listed, averages(wanted if op is None else op)
+    return listed, reduction(wanted if op is None else op)
 
 
 # ---- construction

@@ -9,6 +9,7 @@ here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -27,6 +28,7 @@ from gradwire.handles.ddp import Planned, plan_ddp
 from gradwire.handles.fsdp import process_groups, reduced_over
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
+from gradwire.handles.module_hook import ModuleHook
 from gradwire.handles.sharded_attach import plan_sharded
 from gradwire.handles.sharded_plan import is_attached, not_free
 from gradwire.planner import Rules
@@ -42,6 +44,7 @@ class Models:
         settings: of compression.
 
     Attributes:
+        settings: of models without a registration, and of blobs; ranks agree on them.
         handles: of the modules found, as long as they exist.
         left: number of calls passed on to torch, by name of the operation.
     """
@@ -112,7 +115,11 @@ class Models:
         return record if is_attached(record) else None
 
     def _attach_sharded(self, what: str, root: torch.nn.Module, record: Any) -> None:
-        root.register_forward_pre_hook(_Once(self))
+        def report(*_: object) -> None:
+            hook.remove()
+            self.log_pending()
+
+        hook = root.register_forward_pre_hook(ModuleHook(report, records=False))
         try:
             reason = not_free(what, record)
             if reason is not None:
@@ -169,24 +176,13 @@ class Models:
 
 def _add(totals: dict[str, float], handle: Handle) -> None:
     stats = handle.stats()
-    for key in ("calls", "wire_bytes", "raw_bytes", "seconds"):
+    for key in totals:
         totals[key] += stats[key]
 
 
 def _is_active(group: dist.ProcessGroup) -> bool:
     models = getattr(group, "models", None)
     return isinstance(models, Models) and models.active
-
-
-class _Once:
-    """A forward hook that logs the group's report once and removes itself."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    def __call__(self, module: torch.nn.Module, _: object) -> None:
-        self._models.log_pending()
-        _remove(module, self)
 
 
 def _refuse_builtin_hook(ddp: DistributedDataParallel) -> None:
@@ -202,14 +198,10 @@ def _refuse_builtin_hook(ddp: DistributedDataParallel) -> None:
 
 # ---- hooks on the construction and the first training forward of DDP modules
 
-_watching = False
 
-
+@functools.cache  # torch's hook is global
 def _watch() -> None:
-    global _watching  # noqa: PLW0603  # torch's hook is global, too
-    if not _watching:
-        _watching = True
-        register_module_module_registration_hook(_registered)
+    register_module_module_registration_hook(_registered)
 
 
 def _registered(parent: torch.nn.Module, name: str, _: torch.nn.Module | None) -> None:
@@ -223,11 +215,6 @@ def _before_forward(ddp: torch.nn.Module, _: object) -> None:
     models: Any = getattr(ddp.process_group, "models", None)
     trains = torch.is_grad_enabled() and ddp.require_backward_grad_sync
     if not isinstance(models, Models) or (trains and models.trains(ddp)):
-        _remove(ddp, _before_forward)
-
-
-def _remove(module: torch.nn.Module, hook: object) -> None:
-    """Remove by identity of the hook: a copied module has the hook but no removable handle."""
-    for key, known in list(module._forward_pre_hooks.items()):
-        if known is hook:
-            del module._forward_pre_hooks[key]
+        for key, known in list(ddp._forward_pre_hooks.items()):
+            if known is _before_forward:  # a copied module has it, and no handle that removes it
+                del ddp._forward_pre_hooks[key]

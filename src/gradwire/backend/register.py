@@ -10,7 +10,7 @@ import glob
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -26,6 +26,7 @@ from gradwire.collectives import Options, check_defined
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
+from gradwire.handles.arguments import Methods
 from gradwire.handles.attach import attach
 from gradwire.handles.bias import warn_once
 from gradwire.handles.fsdp import parameter_groups, process_groups
@@ -34,37 +35,8 @@ from gradwire.handles.sharded_plan import not_free
 from gradwire.handles.wrapped import original, plain_name, plain_names, synchronising
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec
-from gradwire.planner import Rules, make_plan
+from gradwire.planner import make_plan
 from gradwire.planner.rules import check_coalesce_bytes
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of `gw.attach` for a model."""
-
-    codec: Method
-    include: Sequence[str]
-    exclude: Sequence[str]
-    codecs: Mapping[str, Method]
-    error_feedback: bool
-    seed: int
-    algorithm: str | None
-    options: Options | None
-    coalesce_bytes: int | None
-    codec_options: Mapping[str, object] = field(default_factory=dict)
-
-    def check(self, model: torch.nn.Module) -> None:
-        """Check what is known before the model is wrapped; raises ConfigError."""
-        named = [(n, p) for n, p in plain_names(model.named_parameters()) if p.requires_grad]
-        rules = Rules().changed(
-            self.codec_options, codec=self.codec, include=self.include, exclude=self.exclude,
-            codecs=self.codecs, error_feedback=self.error_feedback,
-        )  # fmt: skip
-        make_plan(named, rules, 1)
-        check_seed(self.seed)
-        options_of(self.options, self.algorithm)
-        if self.coalesce_bytes is not None:
-            check_coalesce_bytes(self.coalesce_bytes)
 
 
 class Registration:
@@ -75,11 +47,11 @@ class Registration:
         settled: whether the wrapped model was found.
     """
 
-    def __init__(self, model: torch.nn.Module, arguments: _Arguments) -> None:
+    def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
         self.handle: Handle | None = None
         self.settled = False
         self._model = weakref.ref(model)
-        self._arguments = arguments
+        self._arguments = arguments  # of `attach`, for names of this model
 
     def withdraw(self) -> None:
         """Stop waiting for the model to be wrapped, or detach from it."""
@@ -93,15 +65,16 @@ class Registration:
         model = self._model()
         if model is None:
             return True  # the model no longer exists
-        arguments = self._arguments
+        outer, prefix = wrapped, ""
         if isinstance(wrapped, DistributedDataParallel):
-            prefix = _name_within(wrapped.module, model) if wrapped is not model else ""
-            if prefix is None:
+            outer = wrapped.module
+            found = "" if wrapped is model else _name_within(outer, model)
+            if found is None:
                 return False
+            prefix = found
             _check_group(wrapped.process_group)
-            self.handle = attach(wrapped, **_narrowed(arguments, wrapped.module, prefix))
         elif original(wrapped) is model and isinstance(wrapped, FSDPModule):
-            if arguments.coalesce_bytes is not None:
+            if "coalesce_bytes" in self._arguments:
                 raise ConfigError("register: coalesce_bytes is for DDP modules")
             for where, record in parameter_groups(wrapped):
                 reason = not_free(where or "(the root)", record)
@@ -109,9 +82,9 @@ class Registration:
                     raise ConfigError(reason)
                 for group in process_groups(record).all:
                     _check_group(group)
-            self.handle = attach(wrapped, **_narrowed(arguments, wrapped, ""))
         else:
             return False
+        self.handle = attach(wrapped, **_narrowed(self._arguments, outer, prefix))
         self.settled = True
         return True
 
@@ -169,23 +142,21 @@ def register(
         return None
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"register takes a torch.nn.Module, not {type(model).__name__}")
-    arguments = _Arguments(
-        codec,
-        include,
-        exclude,
-        codecs or {},
-        error_feedback,
-        seed,
-        algorithm,
-        options,
-        coalesce_bytes,
-        codec_options,
-    )
+    methods = Methods(codec, codec_options, include, exclude, codecs or {}, error_feedback)
+    arguments = {**vars(methods), "seed": seed, "algorithm": algorithm, "options": options}
+    arguments |= codec_options
+    if coalesce_bytes is not None:
+        check_coalesce_bytes(coalesce_bytes)
+        arguments["coalesce_bytes"] = coalesce_bytes
     # Compiled or not, it is the same model: a script may wrap either.
     wrapped = synchronising(model) or original(model)
     registration = Registration(original(wrapped), arguments)
     if not registration.settle(wrapped):
-        arguments.check(wrapped)
+        # What is known before the model is wrapped.
+        trained = [(n, p) for n, p in plain_names(wrapped.named_parameters()) if p.requires_grad]
+        make_plan(trained, methods.rules(), 1)
+        check_seed(seed)
+        options_of(options, algorithm)
         _wait(registration)
     return registration
 
@@ -209,7 +180,7 @@ def _blob(
         )
     settings = replace(actual.settings, codec=made, seed=seed, blob=True)
     communicator(actual).agree("blobs", [settings.describe()])
-    actual.blob(settings)
+    actual.models.settings = settings
 
 
 def _check_group(group: object) -> None:
@@ -230,27 +201,14 @@ def _name_within(outer: torch.nn.Module, model: torch.nn.Module) -> str | None:
     return None
 
 
-def _narrowed(arguments: _Arguments, outer: torch.nn.Module, prefix: str) -> dict[str, Any]:
+def _narrowed(arguments: Mapping[str, Any], outer: torch.nn.Module, prefix: str) -> dict[str, Any]:
     """The arguments of `attach` on a module in which the model's names begin with `prefix`."""
     start = glob.escape(prefix)
-    codecs: dict[str, Method] = {start + p: c for p, c in arguments.codecs.items()}
+    patterns = {of: [start + p for p in arguments[of]] for of in ("include", "exclude")}
+    codecs = {start + pattern: codec for pattern, codec in arguments["codecs"].items()}
     outside = [n for n, p in plain_names(outer.named_parameters()) if p.requires_grad]
     codecs |= {glob.escape(n): None for n in outside if not n.startswith(prefix)}
-    coalesce = (
-        {} if arguments.coalesce_bytes is None else {"coalesce_bytes": arguments.coalesce_bytes}
-    )
-    return {
-        "codec": arguments.codec,
-        "include": [start + pattern for pattern in arguments.include],
-        "exclude": [start + pattern for pattern in arguments.exclude],
-        "codecs": codecs,
-        "error_feedback": arguments.error_feedback,
-        "seed": arguments.seed,
-        "algorithm": arguments.algorithm,
-        "options": arguments.options,
-        **coalesce,
-        **arguments.codec_options,
-    }
+    return {**arguments, **patterns, "codecs": codecs}
 
 
 # ---- waiting for models to be wrapped: a global forward pre-hook, as long as a model is missing

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.backend.work import NO_BACKWARD
 from gradwire.collectives.legal import FLOATS
+from gradwire.handles import backward
 from gradwire.lang import gpu
 
 
@@ -25,7 +25,7 @@ def in_backward() -> bool:
     gradients enabled. Their collectives must repeat their earlier results, so they stay
     uncompressed.
     """
-    return torch._C._current_graph_task_id() != NO_BACKWARD and not torch.is_grad_enabled()
+    return backward.in_backward() and not torch.is_grad_enabled()
 
 
 # With `model.join()`, a rank that ran out of data calls this to mirror the others' buckets.
@@ -42,12 +42,11 @@ def mirrors_backward() -> bool:
     return False
 
 
-def averages(op: object) -> bool | None:
-    """True for AVG, False for SUM, None for other reductions."""
-    for known, average in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.AVG, True)):
-        if op == known:
-            return average
-    return None
+def reduction(op: object) -> str | None:
+    """ "avg" or "sum"; None for other reductions."""
+    return next(
+        (name for name in ("sum", "avg") if op == getattr(dist.ReduceOp, name.upper())), None
+    )
 
 
 def lacking(device_type: str) -> str | None:

@@ -6,7 +6,7 @@ A script that only names the backend has no other place for settings.
                         "none" compresses nothing that is not registered. Default qsgd: 4 bits,
                         blocks of 128
     GRADWIRE_BLOB       1 compresses the tensors that a backward pass reduces as blobs, without
-                        knowledge of parameters (backend_blob.py). Default 0
+                        knowledge of parameters (blob.py). Default 0
     GRADWIRE_MIN_BYTES  smaller blobs are sent uncompressed. Default 65536
     GRADWIRE_SEED       seed of the codec's random numbers. Default 0
 """

@@ -10,14 +10,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from gradwire.collectives.calling import future_on
 from gradwire.engine import Communicator, Outcome
 from gradwire.engine.cuda_streams import StreamFuture, on
 from gradwire.errors import ConfigError, TransportError
+from gradwire.handles.backward import in_backward
 
-NO_BACKWARD = -1  # autograd's id outside a backward pass
 _NO_TIMEOUT = timedelta(0)
 
 Tensors = torch.futures.Future[list[torch.Tensor]]
@@ -31,7 +30,7 @@ class FutureWork(dist.Work):
         running: ends when the collective does.
         finish: called once it has succeeded, on an engine thread, before waiters resume.
         tensors: the collective's output.
-        watch: raises errors that DDP would lose.
+        watch: called in a backward pass, at whose end it raises the error, which DDP would lose.
 
     For tensors on a GPU it is complete once it is queued, as torch's work over NCCL: `wait`, and
     waiting on its future, make the current stream wait.
@@ -43,7 +42,7 @@ class FutureWork(dist.Work):
         running: Future[Outcome],
         finish: Callable[[Outcome], None],
         tensors: list[torch.Tensor],
-        watch: Unwaited,
+        watch: Callable[[FutureWork], None],
     ) -> None:
         super().__init__()
         self._comm = comm
@@ -97,9 +96,9 @@ class FutureWork(dist.Work):
         During a backward pass (where DDP calls this) it never holds an error, whose type DDP would
         discard. Instead the backward pass raises the error at its end.
         """
-        forgiving = torch._C._current_graph_task_id() != NO_BACKWARD
+        forgiving = in_backward()
         if forgiving:
-            self._watch.add(self)
+            self._watch(self)
         future: Tensors = future_on(self._tensors[0].device)
 
         def tell(ended: Future[None]) -> None:
@@ -127,25 +126,3 @@ class FutureWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
-
-
-class Unwaited:
-    """Raises, at the end of a backward pass, the errors of collectives that DDP waits for."""
-
-    def __init__(self) -> None:
-        self._backward = NO_BACKWARD
-        self._pending: list[FutureWork] = []
-
-    def add(self, work: FutureWork) -> None:
-        """Called in a backward pass."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            # Runs before DDP checks its futures, in a callback that it queues with its last bucket.
-            Variable._execution_engine.queue_callback(self._settle)
-        self._backward = backward
-        self._pending.append(work)
-
-    def _settle(self) -> None:
-        pending, self._pending = self._pending, []
-        for work in pending:
-            work.wait()

@@ -35,7 +35,6 @@ from gradwire.controllers.flexible import (
 )
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError
-from gradwire.flexible.gain_samples import GainSamples
 from gradwire.flexible.memory_checkpoint import MemoryCheckpoint, Stateful, check_stateful
 from gradwire.flexible.sparse_methods import (
     ALGORITHMS,
@@ -186,7 +185,7 @@ class Flexible:
         collective = sparse_collective(self._comm.world_size, self._nbytes, density, *links)
         yield from self._adopt(density, collective)
         kept.restore()
-        gains = GainSamples(self._handle, every=1)
+        gains = _GainSamples(self._handle, every=1)
         for _ in range(self._tried):
             yield True
             gains.look()
@@ -209,7 +208,7 @@ class Flexible:
         """Train until the gain has changed; returns why the candidates are to be tried."""
         triggers, begun = self._triggers, self.steps
         every = max(1, triggers.check // _SAMPLES)
-        gains = GainSamples(self._handle, every)
+        gains = _GainSamples(self._handle, every)
         gain: float | None = None  # since the last change of plan
         links: Links | None = None
         update: Update | None = None  # not in force yet
@@ -219,7 +218,7 @@ class Flexible:
             if update is not None:
                 if not update.in_force:
                     continue  # on all ranks
-                update, gain, asked, gains = None, None, None, GainSamples(self._handle, every)
+                update, gain, asked, gains = None, None, None, _GainSamples(self._handle, every)
             gains.look()
             if self.steps % triggers.check:
                 continue
@@ -228,7 +227,7 @@ class Flexible:
             asked = self._tell(
                 {"gain": gains.mean(), "links": None if newest is None else newest.text()}
             )
-            gains = GainSamples(self._handle, every)
+            gains = _GainSamples(self._handle, every)
             if not told or any(one["gain"] is None for one in told):
                 continue
             now = statistics.fmean(one["gain"] for one in told)
@@ -296,6 +295,32 @@ class Flexible:
         self.history.append({"step": self.steps, "line": line})
         if self._comm.rank == 0:
             log.info("flexible, step %d: %s", self.steps, line)
+
+
+class _GainSamples:
+    """Samples of a handle's compression gain, E|gc|^2 / E|ge|^2 (ARTOPK 3-E), of passes that begin
+    after this is made.
+
+    Args:
+        every: a sample in so many passes.
+    """
+
+    def __init__(self, handle: Handle, every: int) -> None:
+        self._handle, self._every = handle, every
+        self._since = handle.stats()["steps"]
+        self._found: dict[float, float] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Note the newest sample."""
+        found = self._handle.metrics(every=self._every)
+        step = found.get("sampled_step", 0)
+        if step > self._since and "compression_gain" in found:
+            self._found[step] = found["compression_gain"]
+
+    def mean(self) -> float | None:
+        """Over the samples; None: there is none."""
+        return statistics.fmean(self._found.values()) if self._found else None
 
 
 def check_numbers(steps: int = 1, seconds: float = SECONDS) -> None:

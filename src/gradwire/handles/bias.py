@@ -29,33 +29,20 @@ def warn_of_bias(plan: Plan, ranks: int, call: str = "gw.attach") -> None:
     """
     if ranks == 1:  # one rank alone sends nothing
         return
-    if _BIASED not in _warned:
-        _warn_of_loss(plan, call)
-    if _GROWS not in _warned:
-        _warn_of_growth(plan)
-
-
-def _warn_of_loss(plan: Plan, call: str) -> None:
     lossy = [p for p in plan.parameters if p.codec is not None and not p.feedback]
-    biased = {codec for codec in {p.codec for p in lossy} if codec is not None and codec.biased}
-    found = [p for p in lossy if p.codec in biased]
-    if found:
+    biased = [p for p in lossy if p.codec is not None and p.codec.biased]
+    if biased:
         warn_once(
-            f"{_what(found)}, which is biased: without error feedback what it leaves out is lost, "
+            f"{_what(biased)}, which is biased: without error feedback what it leaves out is lost, "
             f"and training may not converge; give {call} error_feedback=True"
         )
-
-
-def _warn_of_growth(plan: Plan) -> None:
-    fed = [p for p in plan.parameters if p.feedback]
-    loose = {method for method in {p.inner for p in fed} if not method.contracts}
-    found = [p for p in fed if p.inner in loose]
-    if found:
-        codec = found[0].codec
+    loose = [p for p in plan.parameters if p.feedback and not p.inner.contracts]
+    if loose:
+        codec = loose[0].codec
         needs = codec is not None and codec.biased
         mend = "" if needs else "leave error_feedback out, or "
         warn_once(
-            f"{_what(found)}, whose error may be larger than what it encodes: error feedback adds "
+            f"{_what(loose)}, whose error may be larger than what it encodes: error feedback adds "
             f"such errors up, and residuals may grow without bound; {mend}use more bits, smaller "
             "blocks or another codec",
             _GROWS,

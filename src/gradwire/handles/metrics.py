@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -88,10 +87,7 @@ class Sampler:
     ) -> None:
         """Sample a parameter: what this rank fed in, and what it sent of it; fp32 vectors."""
         kept = fed.new_zeros(1) if residual is None else residual
-        norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (
-            fed, sent, fed - sent, kept
-        )]  # fmt: skip
-        self._partial[name] = torch.stack(norms)
+        self._partial[name] = _norms(fed, sent, fed - sent, kept)
 
     @property
     def due(self) -> bool:
@@ -100,20 +96,16 @@ class Sampler:
 
     def add_weight(self, name: str, own: torch.Tensor, sent: torch.Tensor) -> None:
         """Sample a parameter's weights: this rank's shard, and what all ranks decode; fp32."""
-        norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (own, own - sent)]
-        self._weights[name] = torch.stack(norms)
+        self._weights[name] = _norms(own, own - sent)
 
-    def weights_error(self) -> dict[str, tuple[float, float]]:
+    def weights_error(self) -> dict[str, list[float]]:
         """Of the last sample of weights, by parameter: |w|^2, |w - s|^2. Waits for the device."""
-        rows = {name: norms.square().tolist() for name, norms in dict(self._weights).items()}
-        return {name: (of, lost) for name, (of, lost) in rows.items()}
+        return _squares(dict(self._weights))
 
     def squares(self) -> dict[str, list[float]]:
         """Of the last sample, by parameter: |p|^2, |s|^2, |p - s|^2, |residual|^2. Waits for the
         device."""
-        norms = self._norms  # the next sample takes its place
-        rows = torch.stack(list(norms.values())).square().tolist() if norms else []
-        return dict(zip(norms, rows, strict=True))
+        return _squares(self._norms)  # the next sample takes its place
 
     def end(self) -> None:
         """Called at the end of a pass, at the latest as the next one begins: makes its sample
@@ -121,6 +113,16 @@ class Sampler:
         if self.running and self._partial:
             self._norms, self._partial, self.step = self._partial, {}, self._now
         self.running = False
+
+
+def _norms(*vectors: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in vectors])
+
+
+def _squares(norms: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """The squares of equally many norms by name; one copy from the device."""
+    rows = torch.stack(list(norms.values())).square().tolist() if norms else []
+    return dict(zip(norms, rows, strict=True))
 
 
 class Metrics:
@@ -210,7 +212,7 @@ def sampled(squares: Sequence[Sequence[float]]) -> dict[str, float]:
     return found
 
 
-def weights_nmse(errors: Iterable[tuple[float, float]]) -> dict[str, float]:
+def weights_nmse(errors: Iterable[Sequence[float]]) -> dict[str, float]:
     """The error of gathered weights; nothing if it is not known."""
     sums = [sum(column) for column in zip(*errors, strict=True)]
     return {"weights_nmse": sums[1] / sums[0]} if sums and sums[0] > 0 else {}
@@ -226,14 +228,13 @@ def round_trip(codec: Codec, values: torch.Tensor, member: Attached) -> torch.Te
 
 def _told(members: Mapping[str, Attached]) -> dict[str, dict[str, float]]:
     """What aggregators have told, by parameter and name; one copy from the device."""
-    keys: list[tuple[str, str]] = []
-    tensors: list[torch.Tensor] = []
-    for name, member in members.items():
-        for key, value in dict(member.metrics).items():
-            keys.append((name, key))
-            tensors.append(value.detach().double().reshape(()))
-    found: dict[str, dict[str, Any]] = {}
-    values = torch.stack(tensors).tolist() if tensors else []
-    for (name, key), number in zip(keys, values, strict=True):
+    told = {
+        (name, key): value.detach().double().reshape(())
+        for name, member in members.items()
+        for key, value in dict(member.metrics).items()
+    }
+    found: dict[str, dict[str, float]] = {}
+    values = torch.stack(list(told.values())).tolist() if told else []
+    for (name, key), number in zip(told, values, strict=True):
         found.setdefault(name, {})[key] = number
     return found

@@ -15,12 +15,7 @@ _SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def check_module(model: DistributedDataParallel) -> None:
-    """Raise ConfigError for anything but a DDP module whose buckets alone carry its gradients."""
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "
-            "wrap it first, attach(DistributedDataParallel(model))"
-        )
+    """Raise ConfigError for a DDP module if not its buckets alone carry its gradients."""
     check_fixed(model.process_group)
     if getattr(model, "_use_python_reducer", False):
         raise ConfigError(

@@ -57,9 +57,8 @@ def expected_all_reduce(plan: Plan, comm: Communicator) -> Expected:
     An aggregator of several rounds counts with the mean over ranks, as if all of its payloads were
     all-reduced.
     """
-    ranks, topology = comm.world_size, _topology(comm)
-    raw = sum(p.numel * p.dtype.itemsize for p in plan.parameters)
-    raw_bytes = round(2 * (ranks - 1) / ranks * raw)
+    times, topology = 2 * (comm.world_size - 1) / comm.world_size, _topology(comm)
+    raw_bytes = round(times * sum(p.numel * p.dtype.itemsize for p in plan.parameters))
     asks = plan.options.algorithm == "hierarchical" and plan.options.nodes is None
     if asks and comm.opened_topology is None:  # ranks tell each other's machines as a group opens
         return Expected(None, raw_bytes)
@@ -69,7 +68,7 @@ def expected_all_reduce(plan: Plan, comm: Communicator) -> Expected:
         for options, specs in _one_round(plan).items()
     )
     payloads = sum(p.aggregator.payload_bytes(p.shape, p.dtype) for p in several)
-    return Expected(wire + round(2 * (ranks - 1) / ranks * payloads), raw_bytes)
+    return Expected(wire + round(times * payloads), raw_bytes)
 
 
 def _one_round(plan: Plan) -> dict[Options, list[Spec]]:
@@ -110,6 +109,7 @@ def expected_scatter(
         between: over which replicas average the own shards (HSDP); None: not at all.
         shard: this rank's.
     """
+    raw = sum(max(lengths) * dtype.itemsize for _, lengths, dtype in pieces)  # of a padded shard
     found = Expected(0, 0)
     if comm is not None:
         specs = [
@@ -117,18 +117,12 @@ def expected_scatter(
             for p, lengths, dtype in pieces
         ]
         wire = _wire_bytes(_SCATTER, specs, _topology(comm), options)
-        # With padding, as FSDP2 has it.
-        raw = sum(max(lengths) * len(lengths) * dtype.itemsize for _, lengths, dtype in pieces)
-        found += Expected(wire, raw * (comm.world_size - 1) // comm.world_size)
+        found += Expected(wire, raw * (comm.world_size - 1))
     if between is not None:
-        specs = [
-            _spec(p, lengths[shard], dtype, AVERAGE)
-            for p, lengths, dtype in pieces
-            if lengths[shard]
-        ]
+        own = [(p, lengths[shard], dtype) for p, lengths, dtype in pieces if lengths[shard]]
+        specs = [_spec(*one, AVERAGE) for one in own]
         through = options.through("sra")
         wire = _wire_bytes(AVERAGE, specs, _topology(between), through) if specs else 0
-        raw = sum(max(lengths) * dtype.itemsize for _, lengths, dtype in pieces)
         found += Expected(wire, 2 * raw * (between.world_size - 1) // between.world_size)
     return found
 

@@ -20,15 +20,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from gradwire.collectives import Collective
 from gradwire.decide.scripts import CLOSING_S, Detached
 from gradwire.engine import Owner, ranks_of
+from gradwire.engine.workers import Lane
 from gradwire.errors import ConfigError
 from gradwire.planner import Plan
-from gradwire.waiting import result_of, until
+from gradwire.waiting import result_of, until_done
 
 log = logging.getLogger("gradwire")
 
@@ -112,12 +113,11 @@ class Switch:
         self._owners = owners
         self._rehearse = rehearse
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)  # not busy
+        workers = self._owners[0].comm.workers
+        self._lane = Lane(workers, "plans", log.exception, lambda: None, lambda: False)
         self._plans = {plan.version: plan}  # the plan in force, and prepared ones
         self._prepared = plan.version
-        self._waiting: list[tuple[Plan, Update]] = []
         self._asked: list[Update] = []  # those in force are left out in time
-        self._busy = False
         self._closed = False
         self._refused: dict[int, ConfigError] = {}  # by version, until it is in force
 
@@ -137,43 +137,32 @@ class Switch:
                 )
             self.newest = plan
             update = Update(plan.version, self)
-            self._waiting.append((plan, update))
             self._asked = [*(u for u in self._asked if not u.over), update]
-            if self._busy:
-                return update
-            self._busy = True
-        self._owners[0].comm.workers.run(self._work)
-        return update
+            self._lane.put(self._work, plan, update)
+            return update
 
     def pending(self) -> list[Update]:
         """The updates that are not over, oldest first; none once the handle is detached."""
         with self._lock:
             return [] if self._closed else [*(u for u in self._asked if not u.over)]
 
-    def _work(self) -> None:
-        while True:
+    def _work(self, plan: Plan, update: Update) -> None:
+        try:
+            self._prepare(plan)
+        except ConfigError as error:
+            self._refuse(plan, update, error)
+        except Detached:
+            update._prepared.set_exception(ConfigError(f"{_WHAT}: the handle was detached"))
+        except BaseException as error:
+            # Peers could never switch if only this rank failed, so fail the owner everywhere.
+            for owner in self._owners:
+                owner.comm.fail_owner(owner, error)
+            update._prepared.set_exception(error)
+        else:
             with self._lock:
-                if not self._waiting:
-                    self._busy = False
-                    self._idle.notify_all()
-                    return
-                plan, update = self._waiting.pop(0)
-            try:
-                self._prepare(plan)
-            except ConfigError as error:
-                self._refuse(plan, update, error)
-            except Detached:
-                update._prepared.set_exception(ConfigError(f"{_WHAT}: the handle was detached"))
-            except BaseException as error:
-                # Peers could never switch if only this rank failed, so fail the owner everywhere.
-                for owner in self._owners:
-                    owner.comm.fail_owner(owner, error)
-                update._prepared.set_exception(error)
-            else:
-                with self._lock:
-                    self._plans[plan.version] = plan
-                    self._prepared = plan.version
-                update._prepared.set_result(None)
+                self._plans[plan.version] = plan
+                self._prepared = plan.version
+            update._prepared.set_result(None)
 
     def close(self) -> None:
         """Prepare nothing more: the handle is detached."""
@@ -181,8 +170,7 @@ class Switch:
 
     def join(self) -> None:
         """After `close`: wait for what is being prepared, for some seconds at most."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._busy, CLOSING_S)
+        wait([update._prepared for update in self._asked], CLOSING_S)
 
     def check(self) -> None:
         if self._closed:
@@ -237,11 +225,14 @@ class Switch:
     def change(self, change: Callable[[Plan], Plan]) -> None:
         """Change every plan, that in force too, without preparing it again. All ranks call it
         between two passes; it waits until this rank has prepared what was requested."""
-        with self._idle:
-            until(self._idle, lambda: not self._busy)
-            plans = {version: change(plan) for version, plan in self._plans.items()}
-            self.newest = change(self.newest)
-            self._plans, self.plan = plans, plans[self.plan.version]
+        while True:
+            for update in list(self._asked):
+                until_done(update._prepared)
+            with self._lock:
+                if all(update._prepared.done() for update in self._asked):
+                    self._plans = {version: change(plan) for version, plan in self._plans.items()}
+                    self.newest, self.plan = change(self.newest), self._plans[self.plan.version]
+                    return
 
     def prepared(self, version: int) -> Plan:
         """A version that this rank has prepared, and not left behind yet."""

@@ -20,7 +20,7 @@ from gradwire.handles.bias import warn_once
 from gradwire.lang.kernels import MEND, announce, uncompiled
 from gradwire.planner import Plan, Rules
 
-_NONE, _LACKS, _REFUSED = "", "lacks ", "refused "  # what a rank tells; the greatest counts
+_COMPILED, _LACKS, _REFUSED = range(3)  # what a rank tells; the greatest counts
 
 
 def available(
@@ -50,15 +50,14 @@ def available(
         except ConfigError as error:  # of this rank's environment: others wait for this one
             refused = error
     rank = comms[0].ranks[comms[0].rank]
-    mine = _NONE if told is None else f"{_LACKS}rank {rank}: {told}"
-    mine = mine if refused is None else f"{_REFUSED}rank {rank}: {refused}"
-    found = max(ranks_of(comms).tell("compiled kernels", mine).result())
+    mine = [_COMPILED if told is None else _LACKS, f"rank {rank}: {told}"]
     if refused is not None:
-        raise refused
-    if found.startswith(_REFUSED):
-        raise ConfigError(found.removeprefix(_REFUSED))
-    reason = found.removeprefix(_LACKS)
-    if not reason or all(comm.world_size == 1 for comm in comms):  # one rank sends nothing
+        mine = [_REFUSED, f"rank {rank}: {refused}"]
+    kind, reason = max(ranks_of(comms).tell("compiled kernels", mine).result())
+    if kind == _REFUSED:
+        raise refused or ConfigError(reason)
+    alone = all(comm.world_size == 1 for comm in comms)  # which sends nothing
+    if kind == _COMPILED or alone:
         return plan
     made = planned(replace(plan.rules, uncompiled=reason))
     warn_once(

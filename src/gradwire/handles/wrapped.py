@@ -112,53 +112,41 @@ def in_hand(module: object) -> torch.nn.Module:
     found = synchronising(module)
     if found is not None:
         return found
-    what = type(module).__name__
     if isinstance(module, FullyShardedDataParallel):
         raise ConfigError(
             "attach takes a DistributedDataParallel module, or one from fully_shard (FSDP2), not "
             "FullyShardedDataParallel (FSDP1): shard the model with fully_shard"
         )
+    what, remedy = type(module).__name__, ""
     if isinstance(module, torch.nn.Module):
-        if any(base.__module__ == _REPLICATE for base in type(module).__mro__):
-            raise ConfigError(
-                "attach takes a DistributedDataParallel module, or one from fully_shard, not one "
-                "from replicate: wrap the bare model, attach(DistributedDataParallel(model))"
-            )
-        inside = _listed(module)
-        if inside:
-            raise ConfigError(
-                f"attach takes a DistributedDataParallel module, or one from fully_shard, not "
-                f"{what}, which has these inside: {inside}: pass such a module itself"
-            )
-        if is_alone():
+        bases, inside = type(module).__mro__, _listed(module)
+        if any(base.__module__ == _REPLICATE for base in bases):
+            what = "one from replicate"
+            remedy = ": wrap the bare model, attach(DistributedDataParallel(model))"
+        elif inside:
+            remedy = f", which has these inside: {inside}: pass such a module itself"
+        elif is_alone():
             return module
-        remedy = (
-            "wrap it first, attach(DistributedDataParallel(model)), or shard it, "
-            "attach(fully_shard(model)); if it is wrapped, pass what wraps it, not its .module"
-        )
-        if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
+        elif any(base.__name__ == "LightningModule" for base in bases):
             remedy = (
-                "pass what the trainer wraps, trainer.strategy.model in on_fit_start, or give "
+                ": pass what the trainer wraps, trainer.strategy.model in on_fit_start, or give "
                 'the trainer callbacks=[gw.lightning.GradwireCallback("qsgd:bits=4")]'
             )
-        raise ConfigError(
-            f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
-            f"{remedy}"
+        else:
+            remedy = (
+                ": wrap it first, attach(DistributedDataParallel(model)), or shard it, "
+                "attach(fully_shard(model)); if it is wrapped, pass what wraps it, not its .module"
+            )
+    elif _in_object(module):
+        remedy = f": pass .{_in_object(module)} of it"
+    elif hasattr(module, "__dict__"):
+        remedy = (
+            ": of a trainer pass the module that it has wrapped: trainer.strategy.model "
+            "(Lightning, in on_fit_start), trainer.model_wrapped (Hugging Face), or what "
+            "accelerator.prepare or fabric.setup gave"
         )
-    known = _in_object(module)
-    if not hasattr(module, "__dict__"):
-        raise ConfigError(
-            f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}"
-        )
-    remedy = (
-        f"pass .{known} of it"
-        if known
-        else "of a trainer pass the module that it has wrapped: trainer.strategy.model (Lightning, "
-        "in on_fit_start), trainer.model_wrapped (Hugging Face), or what accelerator.prepare or "
-        "fabric.setup gave"
-    )
     raise ConfigError(
-        f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
+        f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}"
         f"{remedy}"
     )
 

@@ -17,7 +17,7 @@ from gradwire.aggregators import Aggregator, ErrorFeedback, registry
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire.planner.plan import ParameterPlan, Plan
+from gradwire.planner.plan import Plan
 from gradwire.planner.rules import exactly
 from gradwire.planner.whole import write_whole
 
@@ -30,19 +30,14 @@ class PlanFile:
     """What a file has of a plan.
 
     Attributes:
-        gradients: how each parameter's gradient is averaged, as text.
-        feedback: parameters with error feedback.
-        weights: the codec in which each parameter is gathered, as text; of FSDP2.
-        numel, shapes: values and shape of each parameter.
+        rows: by parameter: gradient, how it is averaged, and weight, the codec in which FSDP2
+            gathers it, both as text; error_feedback; numel; shape. All but the first may be left
+            out.
         planned: what `gradwire plan` decided beside methods, and expects: algorithm, segments,
             coordinated, coalesce_bytes, seconds and backward_seconds of a pass; of other plans {}.
     """
 
-    gradients: Mapping[str, str]
-    feedback: frozenset[str] = frozenset()
-    weights: Mapping[str, str] = field(default_factory=dict)
-    numel: Mapping[str, int] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]]
     planned: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -52,17 +47,14 @@ class PlanFile:
         Raises:
             ConfigError: a codec or an aggregator has no text.
         """
-
-        def weight(p: ParameterPlan) -> str:
-            return registry.text(registry.get(p.weight))
-
-        return cls(
-            {p.name: registry.text(p.inner) for p in plan.parameters},
-            frozenset(p.name for p in plan.parameters if isinstance(p.aggregator, ErrorFeedback)),
-            {p.name: weight(p) for p in plan.parameters if plan.weights is not None},
-            {p.name: p.numel for p in plan.parameters},
-            {p.name: p.shape for p in plan.parameters},
-        )
+        rows = {}
+        for p in plan.parameters:
+            feedback = isinstance(p.aggregator, ErrorFeedback)
+            row = {"gradient": registry.text(p.inner), "error_feedback": feedback}
+            if plan.weights is not None:
+                row["weight"] = registry.text(registry.get(p.weight))
+            rows[p.name] = {**row, "numel": p.numel, "shape": [*p.shape]}
+        return cls(rows)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> PlanFile:
@@ -96,14 +88,7 @@ class PlanFile:
         if not isinstance(planned, dict) or planned.keys() not in (set(), _PLANNED.keys()):
             raise ConfigError(f"{path}: 'planned' is not what gradwire plan --save writes")
         _check(f"{path}: planned", planned, _PLANNED)
-        made = cls(
-            {name: row["gradient"] for name, row in rows.items()},
-            frozenset(name for name, row in rows.items() if row.get("error_feedback")),
-            {name: row["weight"] for name, row in rows.items() if "weight" in row},
-            {name: row["numel"] for name, row in rows.items() if "numel" in row},
-            {name: tuple(row["shape"]) for name, row in rows.items() if "shape" in row},
-            planned,
-        )
+        made = cls(rows, planned)
         for name in rows:
             try:
                 made.aggregator(name)
@@ -118,33 +103,33 @@ class PlanFile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it is whole or not there."""
-        rows: dict[str, dict[str, Any]] = {}
-        for name, text in self.gradients.items():
-            rows[name] = {"gradient": text, "error_feedback": name in self.feedback}
-            rows[name] |= {"weight": self.weights[name]} if name in self.weights else {}
-            rows[name] |= {"numel": self.numel[name]} if name in self.numel else {}
-            rows[name] |= {"shape": list(self.shapes[name])} if name in self.shapes else {}
-        found = {"gradwire_plan": _FORMAT, "parameters": rows}
-        found |= {"planned": dict(self.planned)} if self.planned else {}
+        found = {"gradwire_plan": _FORMAT, "parameters": self.rows}
+        found |= {"planned": self.planned} if self.planned else {}
         write_whole(path, json.dumps(found, indent=1) + "\n")
 
     def aggregator(self, name: str) -> Aggregator:
         """How a parameter's gradient is averaged."""
-        inner = registry.get(self.gradients[name])
-        return ErrorFeedback(inner) if name in self.feedback else inner
+        inner = registry.get(self.rows[name]["gradient"])
+        return ErrorFeedback(inner) if self.rows[name].get("error_feedback") else inner
 
     def weight(self, name: str) -> Codec | None:
         """The codec in which a parameter is gathered; None: uncompressed."""
-        text = self.weights.get(name, "none")
+        text = self.rows[name].get("weight", "none")
         return None if text == "none" else codecs.get(text)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a parameter; None: the file does not have it."""
+        shape = self.rows.get(name, {}).get("shape")
+        return None if shape is None else tuple(shape)
 
     def by_name(self) -> dict[str, Aggregator]:
         """For `attach`: the pattern of each parameter -> how its gradient is averaged."""
-        return {exactly(name): self.aggregator(name) for name in self.gradients}
+        return {exactly(name): self.aggregator(name) for name in self.rows}
 
     def weights_by_name(self) -> dict[str, Codec | None] | None:
         """For `attach`; None: the plan leaves weights alone."""
-        return {exactly(name): self.weight(name) for name in self.weights} or None
+        named = [name for name, row in self.rows.items() if "weight" in row]
+        return {exactly(name): self.weight(name) for name in named} or None
 
     def options(self, given: Options) -> Options:
         """`given`, which decide what `gradwire plan` has decided, or else as that did.
@@ -172,18 +157,21 @@ class PlanFile:
         backward, exposed = (stats[f"{of}_seconds"] / stats["steps"] for of in _PARTS)
         return f"the plan expects {text}; measured: {told(backward + exposed, backward)}"
 
-    def every_shape(self, path: str | os.PathLike[str]) -> Mapping[str, tuple[int, ...]]:
+    def every_shape(self, path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters, by name.
 
         Raises:
             ConfigError: the file of this path does not have them.
         """
-        for name in self.gradients:
-            if name not in self.shapes:
+        found = {}
+        for name in self.rows:
+            shape = self.shape(name)
+            if shape is None:
                 raise ConfigError(
                     f"{path}: parameter {name} has no 'shape': save the plan with this version"
                 )
-        return self.shapes
+            found[name] = shape
+        return found
 
     def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise ConfigError unless the file has exactly these parameters, in these shapes. A tied
@@ -193,14 +181,14 @@ class PlanFile:
             first.setdefault(p, name)
         shapes = {name: tuple(p.shape) for p, name in first.items()}
         for name, shape in shapes.items():
-            if name not in self.gradients:
+            if name not in self.rows:
                 raise ConfigError(f"plan: the file has no parameter {name}: it is another model's")
-            if self.shapes.get(name, shape) != shape:
+            if self.shape(name) not in (None, shape):
                 raise ConfigError(
-                    f"plan: parameter {name} has the shape {shape}, and {self.shapes[name]} in the "
+                    f"plan: parameter {name} has the shape {shape}, and {self.shape(name)} in the "
                     "file: it is another model's"
                 )
-        for name in self.gradients:
+        for name in self.rows:
             if name not in shapes:
                 raise ConfigError(f"plan: the module has no parameter {name}, which the file has")
 
@@ -208,9 +196,9 @@ class PlanFile:
 def shown(plan: PlanFile) -> Iterator[dict[str, Any]]:
     """A row for each parameter: parameter, numel, method, and bits, those that a value takes in a
     payload of its fp32 gradient (None: the file has no shape of it)."""
-    for name in plan.gradients:
-        shape, bits = plan.shapes.get(name), None
-        numel = plan.numel.get(name) if shape is None else math.prod(shape)
+    for name, row in plan.rows.items():
+        shape, bits = plan.shape(name), None
+        numel = row.get("numel") if shape is None else math.prod(shape)
         if shape is not None and numel:
             bits = 8 * plan.aggregator(name).payload_bytes(shape, torch.float32) / numel
         yield {"parameter": name, "numel": numel, "method": _told(plan, name), "bits": bits}
@@ -219,13 +207,13 @@ def shown(plan: PlanFile) -> Iterator[dict[str, Any]]:
 def differences(a: PlanFile, b: PlanFile) -> Iterator[dict[str, Any]]:
     """A row for each parameter that two plans treat differently, or with different shapes:
     parameter, numel, and `a` and `b`, what each does with it (None: it has no such parameter)."""
-    for name in dict.fromkeys([*a.gradients, *b.gradients]):
+    for name in dict.fromkeys([*a.rows, *b.rows]):
         found = [_told(plan, name) for plan in (a, b)]
-        shapes = [plan.shapes.get(name) for plan in (a, b)]
+        shapes = [plan.shape(name) for plan in (a, b)]
         if None not in (*found, *shapes) and shapes[0] != shapes[1]:
             found = [f"{of}, shape {shape}" for of, shape in zip(found, shapes, strict=True)]
         if found[0] != found[1]:
-            numel = a.numel.get(name, b.numel.get(name))
+            numel = {**b.rows.get(name, {}), **a.rows.get(name, {})}.get("numel")
             yield {"parameter": name, "numel": numel, "a": found[0], "b": found[1]}
 
 
@@ -271,8 +259,9 @@ _PLANNED: _Kinds = {
 
 
 def _told(plan: PlanFile, name: str) -> str | None:
-    if name not in plan.gradients:
+    row = plan.rows.get(name)
+    if row is None:
         return None
-    feedback = ", error feedback" if name in plan.feedback else ""
-    weight = plan.weights.get(name, "none")
-    return plan.gradients[name] + feedback + ("" if weight == "none" else f", weights {weight}")
+    feedback = ", error feedback" if row.get("error_feedback") else ""
+    weight = row.get("weight", "none")
+    return str(row["gradient"]) + feedback + ("" if weight == "none" else f", weights {weight}")

@@ -12,7 +12,7 @@ The first match wins (CGX 4.1's layer filters):
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -83,16 +83,9 @@ class Rules:
         """Raise ConfigError unless every pattern matches a parameter; `names` has the names of
         each."""
         known = list(names)
-        overridden = tuple(pattern for pattern, _ in self.overrides)
-        for argument, patterns in (
-            ("include", self.include), ("exclude", self.exclude), ("codecs", overridden)
-        ):  # fmt: skip
-            for pattern in patterns:
-                if not any(matches(names, pattern) for names in known):
-                    raise ConfigError(
-                        f"{argument}: the pattern {pattern!r} matches no parameter; the first "
-                        "names are " + ", ".join(names[0] for names in known[:4])
-                    )
+        check_patterns("include", self.include, known)
+        check_patterns("exclude", self.exclude, known)
+        check_patterns("codecs", (pattern for pattern, _ in self.overrides), known)
 
     def choose(self, names: tuple[str, ...], dimensions: int) -> tuple[Aggregator, str]:
         """(the aggregator of a parameter, the argument that selects it or "" for rules 2, 4 and 5).
@@ -147,6 +140,18 @@ def exactly(name: str) -> str:
 
 def matches(names: Iterable[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
+
+
+def check_patterns(
+    argument: str, patterns: Iterable[str], names: Sequence[tuple[str, ...]]
+) -> None:
+    """Raise ConfigError unless every pattern matches a parameter; `names` has the names of each."""
+    for pattern in patterns:
+        if not any(matches(of, pattern) for of in names):
+            raise ConfigError(
+                f"{argument}: the pattern {pattern!r} matches no parameter; the first names are "
+                + ", ".join(of[0] for of in names[:4])
+            )
 
 
 def _patterns(argument: str, given: object) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from gradwire.codecs.text import parse
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec, layout
 from gradwire.lang.ir import Scope
-from gradwire.planner.rules import matches
+from gradwire.planner.rules import check_patterns, matches
 
 SMALL = 4096
 BLOCK = 1024  # of sharded modules' codecs: blocks of some 16,000 lose accuracy (THESIS 5.6.1)
@@ -70,13 +70,7 @@ class WeightRules:
     def check(self, names: Iterable[tuple[str, ...]]) -> None:
         """Raise ConfigError unless every pattern matches a parameter; `names` has the names of
         each."""
-        known = list(names)
-        for pattern, _ in self.overrides:
-            if not any(matches(of, pattern) for of in known):
-                raise ConfigError(
-                    f"weights: the pattern {pattern!r} matches no parameter; the first names are "
-                    + ", ".join(of[0] for of in known[:4])
-                )
+        check_patterns("weights", (pattern for pattern, _ in self.overrides), list(names))
 
     def choose(self, names: tuple[str, ...], dimensions: int, numel: int) -> Codec | None:
         """The codec of a parameter; None: uncompressed.
@@ -111,21 +105,19 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         what = layout(codec)
     except ConfigError as error:
         raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from None
-    if isinstance(codec, _OF_GRADIENTS):
-        raise ConfigError(
-            f"{argument}: {codec} is for gradients, and loses the size of a weight; {advice}"
-        )
     each = any(f.scope is Scope.ELEMENT for f in what.fields)  # something of each value
-    if what.variable or any(f.shape is not None for f in what.fields) or not each:
-        raise ConfigError(
-            f"{argument}: {codec} sends a part of the values: weights must all arrive; {advice}"
+    if isinstance(codec, _OF_GRADIENTS):
+        why = f"is for gradients, and loses the size of a weight; {advice}"
+    elif what.variable or any(f.shape is not None for f in what.fields) or not each:
+        why = f"sends a part of the values: weights must all arrive; {advice}"
+    elif what.redraws:
+        why = (
+            "decodes with the encoder's random numbers, which ranks do not have of weights; "
+            f"{advice}, or rounding=stochastic or nearest"
         )
-    if what.redraws:
-        raise ConfigError(
-            f"{argument}: {codec} decodes with the encoder's random numbers, which ranks do not "
-            f"have of weights; {advice}, or rounding=stochastic or nearest"
-        )
-    return codec
+    else:
+        return codec
+    raise ConfigError(f"{argument}: {codec} {why}")
 
 
 def in_blocks(method: M, given: Iterable[str] = ()) -> M | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,53 +15,33 @@ from gradwire.errors import ConfigError
 Average = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-class Crossing(Protocol):
-    """Between one of Keras' backends and torch."""
+class Crossing:
+    """Between one of Keras' backends and torch; of torch itself, where nothing is copied."""
 
     def check(self) -> None:
         """Raise ConfigError where gradients cannot be averaged in the step that runs, or that is
         traced."""
-        ...
 
     def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which the backend's compiler does not rewrite."""
-        ...
-
-    def attaching(self) -> contextlib.AbstractContextManager[None]:
-        """Around what makes a DDP module."""
-        ...
-
-    def device(self, gradients: Sequence[Any]) -> torch.device:
-        """Where `average` gets them."""
-        ...
-
-    def averaged(self, gradients: Sequence[Any], average: Average) -> Sequence[Any]:
-        """What `average` makes of them; that may overwrite its results when it is next called."""
-        ...
-
-
-class OfTorch:
-    """Nothing is copied."""
-
-    def check(self) -> None:
-        pass
-
-    def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         disabled: Callable[..., Any] = torch.compiler.disable(function)
         return disabled
 
     def attaching(self) -> contextlib.AbstractContextManager[None]:
+        """Around what makes a DDP module."""
         return contextlib.nullcontext()
 
-    def device(self, gradients: Sequence[torch.Tensor]) -> torch.device:
-        return gradients[0].device
+    def device(self, gradients: Sequence[Any]) -> torch.device:
+        """Where `average` gets them."""
+        return gradients[0].device  # type: ignore[no-any-return]
 
-    def averaged(self, gradients: Sequence[torch.Tensor], average: Average) -> list[torch.Tensor]:
+    def averaged(self, gradients: Sequence[Any], average: Average) -> Sequence[Any]:
+        """What `average` makes of them; that may overwrite its results when it is next called."""
         # Tensors of their own, that nobody else holds. Keras copies what it keeps of averages.
         return average([gradient.detach() for gradient in gradients])
 
 
-class OfTensorFlow:
+class OfTensorFlow(Crossing):
     """Through numpy's arrays, on the CPU: TensorFlow copies gradients of a GPU to it and back.
 
     Gradients are not copied, and averages once: TensorFlow takes an array as it is, as a tensor
@@ -151,4 +131,4 @@ def _to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     return tensor.numpy()
 
 
-CROSSINGS: dict[str, Crossing] = {"tensorflow": OfTensorFlow(), "torch": OfTorch()}
+CROSSINGS: dict[str, Crossing] = {"tensorflow": OfTensorFlow(), "torch": Crossing()}

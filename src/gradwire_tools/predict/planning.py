@@ -211,14 +211,14 @@ def measured(where: Situation, known: Curves, links: Links, machines: Sequence[i
 def plan_of(best: Ranked, shapes: Mapping[str, models.Shape], backward: float) -> PlanFile:
     """The plan in which all parameters are sent by a setting, and what it lets expect."""
     setting, options = best.setting, best.setting.options
-    coded = {
-        key: len(shape) > 1 and math.prod(shape) >= max(setting.least, 1)
-        for key, shape in shapes.items()
-    }
+    rows = {}
+    for key, shape in shapes.items():
+        numel = math.prod(shape)
+        coded = len(shape) > 1 and numel >= max(setting.least, 1)
+        row = {"gradient": name(setting.codec) if coded else "none", "error_feedback": False}
+        rows[key] = {**row, "numel": numel, "shape": list(shape)}
     return PlanFile(
-        {key: name(setting.codec) if coded[key] else "none" for key in shapes},
-        numel={key: math.prod(shape) for key, shape in shapes.items()},
-        shapes=shapes,
+        rows,
         planned={
             "algorithm": options.algorithm,
             "segments": options.segments,
