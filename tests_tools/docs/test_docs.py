@@ -26,36 +26,20 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".c", ".h") and path.parent != Path(__file__).parent
 ]
+RULES = [
+    (rules.links, [*OTHERS, *PAGES]),
+    (rules.includes, PAGES),
+    (rules.paths, [*SOURCES, ROOT / "Makefile", ROOT / "hatch_build.py"]),
+    (rules.commands, [*OTHERS, *PAGES]),
+    (rules.figures_without_command, FOR_USERS),
+    (rules.beginning, PAGES[1:]),
+]
 
 
-def broken(rule: Callable[[Page], Iterator[str]], pages: list[Path]) -> list[str]:
-    found = [wrong for path in pages for wrong in rule(Page.read(path))]
-    return [wrong.replace(f"{ROOT}/", "") for wrong in found]
-
-
-def test_links_resolve() -> None:
-    assert broken(rules.links, [*OTHERS, *PAGES]) == []
-
-
-def test_included_code_is_there() -> None:
-    assert broken(rules.includes, PAGES) == []
-
-
-def test_paths_of_pages_in_sources_resolve() -> None:
-    files = [*SOURCES, ROOT / "Makefile", ROOT / "hatch_build.py"]
-    assert [wrong for file in files for wrong in rules.paths(file)] == []
-
-
-def test_commands_exist() -> None:
-    assert broken(rules.commands, [*OTHERS, *PAGES]) == []
-
-
-def test_figures_name_their_command() -> None:
-    assert broken(rules.figures_without_command, FOR_USERS) == []
-
-
-def test_pages_begin_with_what_the_reader_can_do() -> None:
-    assert broken(rules.beginning, PAGES[1:]) == []
+@pytest.mark.parametrize(("rule", "files"), RULES, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_rule_holds(rule: Callable[[Page], Iterator[str]], files: list[Path]) -> None:
+    found = [wrong for path in files for wrong in rule(Page.read(path))]
+    assert [wrong.replace(f"{ROOT}/", "") for wrong in found] == []
 
 
 def test_tables_of_results_are_what_the_rows_say() -> None:

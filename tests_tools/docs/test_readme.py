@@ -18,8 +18,7 @@ from pages import ROOT, Page
 
 README = Page.read(ROOT / "README.md")
 CODE = {
-    section.title: "".join(block.text for block in Page(README.path, section.text).blocks)
-    for section in README.sections
+    section.title: "".join(block.text for block in section.blocks) for section in README.sections
 }
 PROGRAMS = ["ddp", "fsdp2"]
 
