@@ -203,9 +203,7 @@ def test_a_method_that_watches_trains_alone() -> None:
     assert alone.groups() == [(1, (name,)) for name in names]
 
 
-def test_the_default_network_without_a_lab_is_announced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_network_without_a_lab_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "available", lambda: "no right to make namespaces")
     said: list[str] = []
     assert plan(quick=True, announce=said.append).net == "none"

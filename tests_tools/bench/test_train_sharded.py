@@ -1,21 +1,27 @@
-"""`bench train --sharded`: rows and bytes on real processes."""
+"""`bench train --sharded`: rows and bytes on real processes; what learned levels are for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from bench_runs import OPTIONS, TINY, Found, trained
 
+from gradwire.lang.kernels import decode, encode
 from gradwire.planner.kernel_costs import FORMS
 from gradwire_tools.bench.tasks import get
 from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.method_run import MethodRun
 from gradwire_tools.bench.train.sharded import layers
 from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import codecs_of
 from products import EXHAUSTIVE
+from ranks import as_processes
+from rooms.handles import SMALLEST
 
 SHARDED = replace(
     TINY,
@@ -137,3 +143,44 @@ def test_networks_with_buffers_on_three_ranks() -> None:
     found = trained(replace(config, methods=("fsdp-fp32", "qsdp:w=8:g=8")))
     full, ours = (row["final_loss"] for row in found.summaries.values())
     assert ours == pytest.approx(full, rel=0.05)
+
+
+def error(codec: Any, values: torch.Tensor) -> float:
+    payload = encode(codec, values, 7)
+    return (decode(codec, payload, values.numel(), values.dtype, 7) - values).norm().item()
+
+
+def errors(rank: int, bits: int) -> list[tuple[str, str, float]]:
+    """(parameter, kind, error with learned levels / with even ones) on this rank's shards."""
+    task = get("gpt", layers=1, width=256, heads=4, validation_sequences=17)
+    method = sharded.parse(f"qsdp:w={bits}:g={bits}:learned")
+    run = MethodRun.start(method, task, 0, 1)
+    run.train(4)
+    run.backward()
+    run.optimizer.step()
+    handle: Any = run.applied.handle
+    handle.learn_levels()
+    run.optimizer.zero_grad()
+    run.train(2)
+    run.backward()  # gradients that no level was learned from
+    levels, found = handle.plan.levels, []
+    shards = dict(run.model.named_parameters())
+    for p in handle.plan.parameters:
+        if p.numel >= SMALLEST:
+            of = shards[p.name]
+            for kind, codec, tensor in (("weights", p.weight, of), ("gradients", p.codec, of.grad)):
+                values = tensor.to_local().detach().reshape(-1)
+                learned = replace(codec, levels=getattr(levels, kind)[p.name])
+                found.append((p.name, kind, error(learned, values) / error(codec, values)))
+    return found
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("bits", [3, 5, 4, 2])
+def test_learned_levels_have_a_smaller_error(bits: int) -> None:
+    """In every large layer of the gpt task."""
+    for found in as_processes(2, errors, bits):
+        assert len(found) >= 6  # both kinds, of the block's three large matrices
+        worse = [row for row in found if not row[2] < 1.0]
+        assert not worse, worse

@@ -12,14 +12,7 @@ from gradwire import ConfigError, Options, codecs
 from gradwire.codecs import QSGD, TopK
 from gradwire.lang import Codec
 from gradwire_tools.sim import Curves, Net, choice
-from gradwire_tools.sim.choice import (
-    FULL,
-    HALF,
-    Setting,
-    Situation,
-    choose,
-    simulate,
-)
+from gradwire_tools.sim.choice import FULL, HALF, Setting, Situation, choose, simulate
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
 from gradwire_tools.sim.selective import decisions

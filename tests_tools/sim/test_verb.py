@@ -144,6 +144,18 @@ MISTAKES = [
     (["--plot", "plot.pdf"], "plot.pdf"),
     (["--plot", "no such folder/plot.png"], "existing folder"),
     (["--codec", "terngrad"], "no curve"),
+    (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
+    (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
+    (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),
+    (["--sharded", "--methods", ""], "--methods is empty"),
+    (["--sharded", "--algorithm", "ring"], "ring"),
+    (["--sharded", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
+    (["--sharded", "--sweep", "bits=2,4"], "sweep one of ranks, rate"),
+    (["--sharded", "--forward", "-1"], "forward=-1"),
+    (["--sharded", "--coordinated"], "leave --validate, --partitions and --coordinated out"),
+    (["--methods", "fsdp-fp32"], "--methods: is for a step under FSDP2: give --sharded"),
+    (["--forward", "1"], "--forward: is for a step under FSDP2"),
+    (["--blocking"], "--blocking: is for a step under FSDP2"),
 ]
 
 
