@@ -119,7 +119,7 @@ def test_the_default_algorithm_is_left_for_a_tenth(monkeypatch: pytest.MonkeyPat
 
 
 def test_coordinated_rounds_are_chosen_for_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = simulated_once(situation(1e9, ranks=3), monkeypatch)
+    where = simulated_once(situation(1e9, ranks=3, shapes=LAYERS[:3]), monkeypatch)
     found = choose(where, [CODEC]).of(CODEC)
     assert not found.setting.options.coordinated
     options = replace(found.setting.options, coordinated=True)

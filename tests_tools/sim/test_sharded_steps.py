@@ -1,4 +1,4 @@
-"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates; for mistakes see test_verb.py."""
+"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates; test_verb.py has mistakes."""
 
 from __future__ import annotations
 
