@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import refused
 
-from command_line import run
+from command_line import refused, run
 from gradwire.transport import shm_library
 from gradwire_tools import lab
 from gradwire_tools.bench.network import collectives, probe, transports, world

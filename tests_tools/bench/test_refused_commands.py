@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import refused, refused_by_command
+from bench_runs import refused_by_command
 
+from command_line import refused
 from gradwire_tools.bench.adapt import record
 from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.bench.paper import adapt

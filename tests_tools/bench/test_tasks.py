@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_runs import refused
 
+from command_line import refused
 from gradwire_tools.bench import tasks
 from gradwire_tools.bench.tasks import image_data, text
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import refused, refused_by_command
+from bench_runs import refused_by_command
 from torch import nn
 
+from command_line import refused
 from gradwire.errors import ConfigError
 from gradwire_tools import lab
 from gradwire_tools.bench.train import methods, sharded

@@ -10,15 +10,15 @@ import torch
 from bench_runs import OPTIONS, TINY, Found, trained
 
 from gradwire.lang.kernels import decode, encode
-from gradwire.planner.kernel_costs import FORMS
 from gradwire_tools.bench.tasks import get
 from gradwire_tools.bench.train import sharded
 from gradwire_tools.bench.train.method_run import MethodRun
 from gradwire_tools.bench.train.sharded import layers
 from gradwire_tools.predict.simulate_sharded import sent_by
-from gradwire_tools.sim import Curves, Net
+from gradwire_tools.sim import Net
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import codecs_of
+from machines import priced
 from products import EXHAUSTIVE
 from ranks import as_processes
 from rooms.handles import SMALLEST
@@ -61,11 +61,9 @@ def simulated(method: str) -> tuple[int, int]:
         for in_block in (True, False)
     )
     sent = sent_by(sharded.parse(method))
-    known = {
-        str(codec): dict.fromkeys(FORMS, (0.0, 0.0, 0.0)) for codec in codecs_of(groups, *sent)
-    }
+    free = priced(dict.fromkeys(codecs_of(groups, *sent), (0.0, 0.0, 0.0)))
     scenario = ShardedScenario(RANKS, Net("none"), *sent, groups)
-    row = predict_sharded(scenario, Curves("a test", 1, known))
+    row = predict_sharded(scenario, free)
     return STEPS * row["weights_wire_bytes"], STEPS * row["gradients_wire_bytes"]
 
 

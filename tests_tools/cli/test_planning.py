@@ -28,20 +28,18 @@ from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.choice import Situation
 from gradwire_tools.sim.curves import Software
 from gradwire_tools.sim.rank import Overheads
+from machines import priced
 from ranks import as_processes, refuses
 
-FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 MODEL = "256x1024,4096x512,64x64"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    costs = {
-        str(codec): dict.fromkeys(FORMS, (2e-6, value, value))
-        for codec, value in ((QSGD(bits=4), 1e-9), (Cast("bf16"), 3e-10), (Identity(), 1e-10))
-    }
+    seconds = {QSGD(bits=4): 1e-9, Cast("bf16"): 3e-10, Identity(): 1e-10}
+    prices = {codec: (2e-6, value, value) for codec, value in seconds.items()}
     engine, link = Overheads(start=1e-4, task=5e-6), Software(overhead=2e-5)
-    Curves("given", 1, costs, engine, link).save(tmp_path / "curves.json")
+    priced(prices, engine=engine, link=link).save(tmp_path / "curves.json")
     return tmp_path / "curves.json"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from machines import FORMS, FREE, GBIT, USUAL
 
 from command_line import rows_of
 from gradwire import Options, codecs
@@ -24,6 +23,7 @@ from gradwire_tools.sim.models import Shapes
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
 from gradwire_tools.sim.training import Compute, Start, Times, Waits, order
+from machines import FREE, GBIT, USUAL, priced
 from rooms.collectives import Capabilities, CollectiveLayout, compile
 from rooms.engine import Topology
 
@@ -36,9 +36,10 @@ W8 = codecs.get("randomshift", bits=8)
 def curves_of(one: ShardedScenario, free: bool = True) -> Curves:
     base = FREE if free else USUAL
     curve = (0.0, 0.0, 0.0) if free else (1e-5, 3e-10, 1e-10)
-    more = codecs_of(one.groups, one.weights, one.gradients)
-    known = {str(codec): dict.fromkeys(FORMS, curve) for codec in more}
-    return Curves("a test", 1, {**base.codecs, **known}, base.engine, base.link)
+    used = codecs_of(one.groups, one.weights, one.gradients)
+    return priced(
+        dict.fromkeys([*used, codecs.get("identity")], curve), engine=base.engine, link=base.link
+    )
 
 
 def row_of(
