@@ -1,4 +1,4 @@
-"""The command line, run in this process: what it returns, prints and refuses.
+"""Commands run in this process: what they return, print and refuse; and calls that are refused.
 
 Typer builds all commands anew for each call, which takes longer than a short command does; here
 they are built once.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 
 import typer.main
 
+from gradwire.errors import ConfigError
 from gradwire_tools.cli import program
 
 _built = cache(typer.main.get_command)
@@ -71,3 +73,17 @@ def wrongly_refused(mistakes: Iterable[tuple[list[str], str]], *more: str) -> li
             fault = f"{words}: {complaint!r} does not say {expected!r}"
         faults += [fault] if fault else []
     return faults
+
+
+def refused(call: Callable[[Any], object], cases: Iterable[tuple[Any, str]]) -> None:
+    """Assert that `call` refuses every input with a ConfigError of its complaint, a pattern."""
+    faults = []
+    for given, complaint in cases:
+        try:
+            call(given)
+        except ConfigError as error:
+            if not re.search(complaint, str(error)):
+                faults.append(f"{given!r}: {error}")
+        else:
+            faults.append(f"{given!r} is accepted")
+    assert not faults, "\n".join(faults)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from command_line import wrongly_refused
-from gradwire.errors import ConfigError
 from gradwire_tools.bench.train import run
 from gradwire_tools.bench.train.config import TrainConfig
 
@@ -60,20 +58,6 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {key: value for key, value in row.items() if key not in TIMES and "seconds" not in key}
         for row in json.loads(json.dumps(rows))
     ]
-
-
-def refused(call: Callable[[Any], object], cases: Iterable[tuple[Any, str]]) -> None:
-    """Assert that `call` refuses every input with a ConfigError of its complaint, a pattern."""
-    faults = []
-    for given, complaint in cases:
-        try:
-            call(given)
-        except ConfigError as error:
-            if not re.search(complaint, str(error)):
-                faults.append(f"{given!r}: {error}")
-        else:
-            faults.append(f"{given!r} is accepted")
-    assert not faults, "\n".join(faults)
 
 
 def refused_by_command(command: list[str], cases: Iterable[tuple[list[str], str]]) -> None:

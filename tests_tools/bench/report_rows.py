@@ -267,3 +267,67 @@ EVERYTHING: list[dict[str, Any]] = [
     *train_rows(), DECISION, COMPARED, *ERRORS, *LAYERS, *AGGREGATORS, COLLECTIVE, KERNEL,
     *SWEPT, VALIDATED, *TRANSPORT, *PROFILE, *DOCTOR, *UNKNOWN,
 ]  # fmt: skip
+SHAPES = (  # kinds of rows that no file has, and parts of sections
+    *EVERYTHING, *ADAPTED, *PROBED, *train_rows("1gbit,1ms", losses=(3.0, 3.01, 3.02)),
+    {**DECISION, "step": 1009, "line": "qsgd:bits=4 by ring"}, {**DECISION, "method": "policy=it"},
+    {**COMPARED, "method": "torch-fp32", "error": 0.25}, {**ABLATED, "part": "b", "cut": -0.25},
+    *(error_row(f"qsgd:bits={b}", at=at, bits=b, nmse=at / 1e3) for b in (3, 5) for at in (1, 3)),
+    *(error_row(f"codec{at}", bits=1 + at) for at in range(12)),
+    error_row("thc", of_sum=0.1), error_row("thc", feedback=True, of_sum=0.2),
+    {**aggregator_row(seconds=-0.001), "ranks": 4}, adapted(at=None),
+    *({**row, "net": "as it is"} if "net" in row else row for row in DOCTOR), DOCTOR[0], DOCTOR[-1],
+    {**COLLECTIVE, "method": METHODS[1], "net": "none"}, {**COLLECTIVE, "ranks": 8, "nmse": 1.2},
+    {**COLLECTIVE, "method": METHODS[1], "seconds": 0.1, "seconds_quartiles": [0.1, 0.11]},
+    {**COLLECTIVE, "net": "2gbit,1ms"}, {**COLLECTIVE, "net": "2gbit,1ms", "method": METHODS[1]},
+    SIMULATED, SIMULATED_SHARDED, {**SIMULATED_SHARDED, "net": "2gbit,1ms", "ratio": None},
+    *({**SIMULATED, "sweep": "bits", "value": f"w{bits}"} for bits in (4, 8)),
+    *(
+        {**SIMULATED, "sweep": "rate", "value": net.split(",")[0], "net": net}
+        for net in ("1gbit,1ms", "10gbit,1ms")
+    ),
+    {**COMPARED, "run": {**RUN, "date": "later"}},  # another run; another recording, and commit
+    {**ERRORS[0], "run": {**RUN, "commit": "a"}}, {**ERRORS[0], "recorded": {**RUN, "commit": "a"}},
+    {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": 14.39}},
+)  # fmt: skip
+_FINE = (3.0, 3.0, 3.01)
+TRAININGS = {  # what may be said of a method: rows of a task of this name
+    "near": train_rows(step=0.47, losses=(2.99, 3.02, 2.995), baseline=(3.0, 3.01, 3.0)),
+    "worse": train_rows(step=0.8, losses=(3.5, 3.51, 3.49), baseline=_FINE),
+    "few": train_rows(losses=(3.1, 3.5, 3.8), baseline=(3.0, 3.0, 3.0), spread=None),
+    "lower": train_rows(losses=(2.5,), composed=True),
+    "ended": [
+        {**row, "steps_by_seed": [20, 40], "wire_bytes_per_step": 3_750_000,
+         "target_from": "torch-fp32 at 0.6 of its run", "timing_only": row["method"] == METHODS[1]}
+        for row in train_rows(losses=(3.0, 3.5)) if row["row"] == "summary"
+    ],
+    "near sharded": sharded_rows(0.4, losses=_FINE),
+    "few sharded": sharded_rows(0.6, losses=_FINE),
+}  # fmt: skip
+
+LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
+RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
+SWEEP = {"sweep": "backward", "value": 0.2}
+CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which to change
+    "train": (train_rows(losses=(3.0, 3.1)), [0, 20]),
+    "networks": ([*train_rows(losses=(3.0, 3.1)), *train_rows("none", losses=(3.0, 3.1))], [7, 20]),
+    "sharded": (sharded_rows(losses=(3.0, 3.1)), [0, 6, -3]),
+    "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
+    "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
+    "adapt": ([*ADAPTED, adapted(at=None)], [0, 2, 4, 6, 7]),
+    "probe": (PROBED, [0, 2, 4]),
+    "planner": ([CHOSEN, {**CHOSEN, "nbytes": 1 << 20, "partition_ratio": 1.01}], [0, 1]),
+    "ablation": ([ABLATED, {**ABLATED, "part": "kernels", "cut": 0.5}], [0, 1]),
+    "error": ([*ERRORS, *LAYERS], [0, 3, 4]),
+    "aggregators": (AGGREGATORS, [0, 1]),
+    "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),
+    "kernels": ([KERNEL], [0]),
+    "sim": ([SIMULATED], [0]),
+    "sweep": (SWEPT, [0]),
+    "rate": ([RATE, {**RATE, "net": "2gbit,1ms"}], [0]),
+    "latency": ([LATENCY, {**LATENCY, "net": "1gbit,2ms"}], [0]),
+    "sharded step": ([SIMULATED_SHARDED, {**SIMULATED_SHARDED, **SWEEP}], [0, 1]),
+    "validated": ([VALIDATED], [0]),
+    "transports": (TRANSPORT, [0]),
+    "profile": (PROFILE, [0]),
+    "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
+}

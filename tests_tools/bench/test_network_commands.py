@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import refused
 
-from command_line import run
+from command_line import refused, run
 from gradwire.transport import shm_library
 from gradwire_tools import lab
 from gradwire_tools.bench.network import collectives, probe, transports, world
@@ -151,8 +150,7 @@ def test_links_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.multiprocess
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("ranks", "net"),
-    [(2, "100mbit,2ms"), (3, "20mbit,5ms"), (2, "1gbit,20ms"), (2, "64kbit,20ms")],
+    ("ranks", "net"), [(2, "100mbit,2ms"), (3, "20mbit,5ms"), (2, "1gbit,20ms"), (2, "64kbit,20ms")]
 )
 def test_an_emulated_network_is_found(
     ranks: int, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,32 +15,27 @@ from gradwire_tools.bench.network.network import MeasuredStep
 from gradwire_tools.bench.paper import ablation, planner_grid
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
-from gradwire_tools.sim import Curves
 from gradwire_tools.sim.choice import FULL, HALF, Setting, choose, simulate
-from gradwire_tools.sim.curves import Curve, Software
+from gradwire_tools.sim.curves import Software
 from gradwire_tools.sim.rank import Overheads
+from machines import priced
 from products import EXHAUSTIVE, exhaustive
 
 CODEC = QSGD(bits=4)
 
 
-def forms(call: float, value: float) -> dict[str, Curve]:
-    return dict.fromkeys(kernel_costs.FORMS, (call, value, value))
-
-
-KNOWN = Curves(
-    "given",
-    1,
-    {str(CODEC): forms(2e-6, 1e-9), str(HALF): forms(2e-6, 3e-10), str(FULL): forms(2e-6, 1e-10)},
-    Overheads(start=1e-4, task=5e-6),
-    Software(overhead=2e-5, stack=2e-10, memory=5e9),
+KNOWN = priced(
+    {CODEC: (2e-6, 1e-9, 1e-9), HALF: (2e-6, 3e-10, 3e-10), FULL: (2e-6, 1e-10, 1e-10)},
+    engine=Overheads(start=1e-4, task=5e-6),
+    link=Software(overhead=2e-5, stack=2e-10, memory=5e9),
 )
 
 
 @pytest.fixture(autouse=True)
 def _given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "measured", lambda *a, **b: KNOWN)
-    monkeypatch.setattr(kernel_costs, "kernel_curves", lambda *a, **b: forms(1e-4, 5e-8))
+    slow = dict.fromkeys(kernel_costs.FORMS, (1e-4, 5e-8, 5e-8))
+    monkeypatch.setattr(kernel_costs, "kernel_curves", lambda *a, **b: slow)
 
 
 def test_settings_have_the_names_of_methods() -> None:

@@ -1,4 +1,4 @@
-"""What the commands that measure refuse, each with its complaint."""
+"""What commands refuse, each with its complaint; test_verb.py and test_planning.py have more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import refused, refused_by_command
+from bench_runs import refused_by_command
 
+from command_line import refused
 from gradwire_tools.bench.adapt import record
 from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.bench.paper import adapt
@@ -84,8 +85,45 @@ BENCH = [
     ("grid --net none --seeds ''", "--seeds is empty"),
     ("grid --net none --task-option layers", "write NAME=VALUE"),
     ("grid --net none --resume", "give its --json FILE"),
+    ("collectives --methods magic", "magic"),
+    ("collectives --net 1gbyte", "1gbyte"),
+    ("collectives --ranks 1 --net none", "one rank sends nothing"),
+    ("profile --ranks 1", "one rank sends nothing"),
+    ("collectives --codec qsdg --net none", "qsdg"),
+    ("collectives --methods gradwire:qsgd:bits=99", "bits=99"),
+    ("kernels --threads 99999", "--threads 99999"),
+    ("collectives --ranks 4 --per-node 4", "share one machine"),
+    ("profile --numel 29", "--numel 29"),
+    ("profile --methods gradwire:powersgd", "several collectives"),
+    ("aggregators --methods powersgd:rank=0", "rank=0"),
+    ("train --nodes 1", "one node sends nothing"),
+    ("kernels --threads ''", "--threads is empty"),
+    ("train --seeds ''", "--seeds is empty"),
+    ("train --methods ,", "--methods is empty"),
+    ("train --net ''", "network ''"),
+    ("kernels --threads a", "'a' is not a whole number"),
+    ("kernels --threads 1,1.5", "'1.5' is not a whole number"),
+    ("train --seeds 0,x", "--seeds 0,x: 'x'"),
+    ("profile --bucket-mb -1", "--bucket-mb -1"),
+    ("profile --numel 0", "--numel 0"),
+    ("train --task-option layers", "--task-option layers: write NAME=VALUE"),
+    ("train --task-option layers=1 --task-option layers=2", "layers is given twice"),
+    ("train --compose", "--nets is missing"),
+    ("train --nets 1gbit,1ms", "--compose is missing"),
+    ("train --compose --nets ' ; '", "--nets is empty"),
+    ("train --compose --nets 1gbit,1ms --net none", "--net none"),
+    ("train --resume", "give its --json FILE"),
+    ("train --resume --json -", "give its --json FILE"),
 ]
 OTHERS = [
+    ("codec show qsdg", "qsdg"),
+    ("codec show qsgd:bitz=2", "bitz"),
+    ("codec show ''", "'': expected NAME or NAME:OPTION=VALUE:..."),
+    ("codec show powersgd:rank=2 --ir", "aggregator, which has no stages"),
+    ("lab run --net none --timeout -1 -- true", "timeout=-1"),
+    ("doctor --ranks 1", "one rank sends nothing"),
+    ("sim --threads 0", "--threads 0"),
+    ("report no-such-file", "no-such-file"),
     ("probe --ranks 1", "--ranks 1: one rank sends nothing"),
     ("probe --net 1gbit,1parsec", "parsec"),
     ("probe --seconds 0", "--seconds 0: give seconds above 0"),

@@ -18,26 +18,14 @@ from typing import Any
 
 import pytest
 from report_rows import (
-    ABLATED,
-    ADAPTED,
     COLLECTIVE,
-    COMPARED,
-    DECISION,
-    DOCTOR,
-    ERRORS,
     EVERYTHING,
     KERNEL,
-    METHODS,
-    PROBED,
     RUN,
-    SIMULATED,
-    SIMULATED_SHARDED,
+    SHAPES,
     SWEPT,
+    TRAININGS,
     TRANSPORT,
-    adapted,
-    aggregator_row,
-    error_row,
-    sharded_rows,
     train_rows,
 )
 
@@ -53,42 +41,6 @@ FILES = (  # of each kind of rows a small file, and how many of its rows
     ("train-validation", 12), ("adapt-layers", 8), ("planner", 26), ("ablation", 12),
     ("error-gain", 16), ("aggregators", 16), ("2026-11-26-nvidia-h100", 40),
 )  # fmt: skip
-SHAPES = (  # kinds of rows that no file has, and parts of sections
-    *EVERYTHING, *ADAPTED, *PROBED, *train_rows("1gbit,1ms", losses=(3.0, 3.01, 3.02)),
-    {**DECISION, "step": 1009, "line": "qsgd:bits=4 by ring"}, {**DECISION, "method": "policy=it"},
-    {**COMPARED, "method": "torch-fp32", "error": 0.25}, {**ABLATED, "part": "b", "cut": -0.25},
-    *(error_row(f"qsgd:bits={b}", at=at, bits=b, nmse=at / 1e3) for b in (3, 5) for at in (1, 3)),
-    *(error_row(f"codec{at}", bits=1 + at) for at in range(12)),
-    error_row("thc", of_sum=0.1), error_row("thc", feedback=True, of_sum=0.2),
-    {**aggregator_row(seconds=-0.001), "ranks": 4}, adapted(at=None),
-    *({**row, "net": "as it is"} if "net" in row else row for row in DOCTOR), DOCTOR[0], DOCTOR[-1],
-    {**COLLECTIVE, "method": METHODS[1], "net": "none"}, {**COLLECTIVE, "ranks": 8, "nmse": 1.2},
-    {**COLLECTIVE, "method": METHODS[1], "seconds": 0.1, "seconds_quartiles": [0.1, 0.11]},
-    {**COLLECTIVE, "net": "2gbit,1ms"}, {**COLLECTIVE, "net": "2gbit,1ms", "method": METHODS[1]},
-    SIMULATED, SIMULATED_SHARDED, {**SIMULATED_SHARDED, "net": "2gbit,1ms", "ratio": None},
-    *({**SIMULATED, "sweep": "bits", "value": f"w{bits}"} for bits in (4, 8)),
-    *(
-        {**SIMULATED, "sweep": "rate", "value": net.split(",")[0], "net": net}
-        for net in ("1gbit,1ms", "10gbit,1ms")
-    ),
-    {**COMPARED, "run": {**RUN, "date": "later"}},  # another run; another recording, and commit
-    {**ERRORS[0], "run": {**RUN, "commit": "a"}}, {**ERRORS[0], "recorded": {**RUN, "commit": "a"}},
-    {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": 14.39}},
-)  # fmt: skip
-_FINE = (3.0, 3.0, 3.01)
-TRAININGS = {  # what may be said of a method: rows of a task of this name
-    "near": train_rows(step=0.47, losses=(2.99, 3.02, 2.995), baseline=(3.0, 3.01, 3.0)),
-    "worse": train_rows(step=0.8, losses=(3.5, 3.51, 3.49), baseline=_FINE),
-    "few": train_rows(losses=(3.1, 3.5, 3.8), baseline=(3.0, 3.0, 3.0), spread=None),
-    "lower": train_rows(losses=(2.5,), composed=True),
-    "ended": [
-        {**row, "steps_by_seed": [20, 40], "wire_bytes_per_step": 3_750_000,
-         "target_from": "torch-fp32 at 0.6 of its run", "timing_only": row["method"] == METHODS[1]}
-        for row in train_rows(losses=(3.0, 3.5)) if row["row"] == "summary"
-    ],
-    "near sharded": sharded_rows(0.4, losses=_FINE),
-    "few sharded": sharded_rows(0.6, losses=_FINE),
-}  # fmt: skip
 BLOCKS = ("h1", "h2", "h3", "p", "li", "figcaption", "summary", "tr", "svg", "footer")
 WORD = re.compile(r"[^\W\d_]{2}")
 
@@ -236,7 +188,11 @@ def test_the_picture_is_of_one_run(tmp_path: Path) -> None:
     file, drawn = tmp_path / "rows.jsonl", tmp_path / "picture.svg"
     again = [{**row, "run": {**RUN, "date": "later"}} for row in train_rows()]
     other = [{**row, "task": "image"} for row in train_rows("none")]
-    for rows, runs in (([KERNEL], 0), ([*train_rows(), *again], 2), ([*train_rows(), *other], 2)):
+    for rows, runs in (
+        ([KERNEL], 0),
+        ([*train_rows(), *again], 2),
+        ([*train_rows(), *other], 2),
+    ):
         file.write_text("\n".join(json.dumps(row) for row in rows))
         with pytest.raises(ConfigError, match=f"these files have {runs} such runs"):
             report.picture([file], drawn)

@@ -10,30 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import (
-    ABLATED,
-    ADAPTED,
-    AGGREGATORS,
-    CHOSEN,
-    COLLECTIVE,
-    COMPARED,
-    DECISION,
-    DOCTOR,
-    ERRORS,
-    KERNEL,
-    LAYERS,
-    PROBED,
-    PROFILE,
-    RUN,
-    SIMULATED,
-    SIMULATED_SHARDED,
-    SWEPT,
-    TRANSPORT,
-    VALIDATED,
-    adapted,
-    sharded_rows,
-    train_rows,
-)
+from report_rows import CHANGED, COLLECTIVE, RUN
 
 from gradwire.errors import ConfigError
 from gradwire_tools import report
@@ -41,33 +18,6 @@ from gradwire_tools.report import page, rows
 from products import one_in
 
 BAD = (None, "text", [], [None], {}, True, -1, 0, 1e308, 5e-324, math.inf, -math.inf, math.nan)
-LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
-RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
-SWEEP = {"sweep": "backward", "value": 0.2}
-FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which of them are changed
-    "train": (train_rows(losses=(3.0, 3.1)), [0, 20]),
-    "networks": ([*train_rows(losses=(3.0, 3.1)), *train_rows("none", losses=(3.0, 3.1))], [7, 20]),
-    "sharded": (sharded_rows(losses=(3.0, 3.1)), [0, 6, -3]),
-    "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
-    "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
-    "adapt": ([*ADAPTED, adapted(at=None)], [0, 2, 4, 6, 7]),
-    "probe": (PROBED, [0, 2, 4]),
-    "planner": ([CHOSEN, {**CHOSEN, "nbytes": 1 << 20, "partition_ratio": 1.01}], [0, 1]),
-    "ablation": ([ABLATED, {**ABLATED, "part": "kernels", "cut": 0.5}], [0, 1]),
-    "error": ([*ERRORS, *LAYERS], [0, 3, 4]),
-    "aggregators": (AGGREGATORS, [0, 1]),
-    "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),
-    "kernels": ([KERNEL], [0]),
-    "sim": ([SIMULATED], [0]),
-    "sweep": (SWEPT, [0]),
-    "rate": ([RATE, {**RATE, "net": "2gbit,1ms"}], [0]),
-    "latency": ([LATENCY, {**LATENCY, "net": "1gbit,2ms"}], [0]),
-    "sharded step": ([SIMULATED_SHARDED, {**SIMULATED_SHARDED, **SWEEP}], [0, 1]),
-    "validated": ([VALIDATED], [0]),
-    "transports": (TRANSPORT, [0]),
-    "profile": (PROFILE, [0]),
-    "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
-}
 
 
 def changes(row: dict[str, Any], turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -88,7 +38,7 @@ def complaint(row: dict[str, Any]) -> str:
 
 
 def test_every_kind_is_fuzzed() -> None:
-    found = [rows.kind_of(whole[place]) for whole, places in FILES.values() for place in places]
+    found = [rows.kind_of(whole[place]) for whole, places in CHANGED.values() for place in places]
     written = [kind for kind in rows.KINDS if kind.marks != {"part", "available", "step_seconds"}]
     assert set(map(id, found)) == set(map(id, written))
 
@@ -96,7 +46,7 @@ def test_every_kind_is_fuzzed() -> None:
 @pytest.mark.parametrize("turn", one_in(len(BAD), range(len(BAD))))
 def test_a_changed_key_makes_a_page_or_one_error_that_names_it(turn: int) -> None:
     """Each key is removed, or has another bad value than its neighbour; over all turns, every."""
-    for name, (whole, places) in FILES.items():
+    for name, (whole, places) in CHANGED.items():
         for place in places:
             for what, changed in changes({**whole[place], "run": RUN}, turn):
                 told = complaint(changed)

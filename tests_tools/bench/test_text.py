@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench_runs import refused
-
+from command_line import refused
 from gradwire import QSGD, PowerSGD, TopK, all_reduce, codecs
 from gradwire.aggregators import Compressed, Dense, registry
 from gradwire.codecs import variants

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import refused, refused_by_command
+from bench_runs import refused_by_command
 from torch import nn
 
+from command_line import refused
 from gradwire.errors import ConfigError
 from gradwire_tools import lab
 from gradwire_tools.bench.train import methods, sharded
@@ -203,9 +204,7 @@ def test_a_method_that_watches_trains_alone() -> None:
     assert alone.groups() == [(1, (name,)) for name in names]
 
 
-def test_the_default_network_without_a_lab_is_announced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_network_without_a_lab_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "available", lambda: "no right to make namespaces")
     said: list[str] = []
     assert plan(quick=True, announce=said.append).net == "none"

@@ -1,24 +1,27 @@
-"""`bench train --sharded`: rows and bytes on real processes."""
+"""`bench train --sharded`: rows and bytes on real processes; what learned levels are for."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from bench_runs import OPTIONS, TINY, Found, trained
 
-from gradwire.lang import layout
-from gradwire.planner.kernel_costs import FORMS
-from gradwire.planner.weights import WeightRules
+from gradwire.lang.kernels import decode, encode
 from gradwire_tools.bench.tasks import get
 from gradwire_tools.bench.train import sharded
+from gradwire_tools.bench.train.method_run import MethodRun
 from gradwire_tools.bench.train.sharded import layers
 from gradwire_tools.predict.simulate_sharded import sent_by
-from gradwire_tools.sim import Curves, Net
+from gradwire_tools.sim import Net
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import codecs_of
+from machines import priced
 from products import EXHAUSTIVE
+from ranks import as_processes
+from rooms.handles import SMALLEST
 
 SHARDED = replace(
     TINY,
@@ -48,67 +51,34 @@ def tiny() -> Found:
     return trained(SHARDED)
 
 
-def sizes() -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]]]:
-    """(name, shape) of the parameters of the block, and of the root."""
-    shapes = [
-        (n, tuple(p.shape))
-        for n, p in get("gpt", **SHARDED.task_options).model(0).named_parameters()
-    ]
-    block = [one for one in shapes if one[0].startswith("blocks.")]
-    return block, [one for one in shapes if one not in block]
+def simulated(method: str) -> tuple[int, int]:
+    """Bytes of weights and gradients, by the simulator: tests_tools/sim/test_sharded_steps.py
+    compares it with formulas and payloads."""
+    model = get("gpt", **SHARDED.task_options).model(0)
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    groups = tuple(
+        tuple(shape for name, shape in shapes if name.startswith("blocks.") is in_block)
+        for in_block in (True, False)
+    )
+    sent = sent_by(sharded.parse(method))
+    free = priced(dict.fromkeys(codecs_of(groups, *sent), (0.0, 0.0, 0.0)))
+    scenario = ShardedScenario(RANKS, Net("none"), *sent, groups)
+    row = predict_sharded(scenario, free)
+    return STEPS * row["weights_wire_bytes"], STEPS * row["gradients_wire_bytes"]
 
 
-def payload_bytes(weights: str | None, of: list[tuple[str, tuple[int, ...]]]) -> int:
-    """Of one rank's shards, of which each has half of the rows."""
-    rules = WeightRules.of(weights, "none")
-    total = 0
-    for name, shape in of:
-        codec = rules.choose((name,), len(shape), math.prod(shape))
-        half = math.prod(shape) // RANKS
-        total += 4 * half if codec is None else layout(codec).nbytes(half)
-    return total
+def sent_in(found: Found) -> dict[str, tuple[int, int]]:
+    """Bytes of weights and gradients by method."""
+    rows = found.summaries
+    return {m: (r["weights_wire_bytes"], r["gradients_wire_bytes"]) for m, r in rows.items()}
 
 
 @pytest.mark.multiprocess
-def test_bytes_are_those_of_formula_payloads_and_simulation(tiny: Found) -> None:
-    block, root = (sum(math.prod(shape) for _, shape in of) for of in sizes())
-    weights = STEPS * 4 * (2 * block + root) // RANKS
-    gradients = STEPS * 4 * (block + root) // RANKS
-    expected = {
-        "fsdp-fp32": (weights, gradients),
-        "fsdp-bf16": (weights // 2, gradients // 2),
-        "fsdp-mixed": (weights, gradients // 2),
-    }
-    sent = {
-        method: (row["weights_wire_bytes"], row["gradients_wire_bytes"])
-        for method, row in tiny.summaries.items()
-    }
-    assert {method: sent[method] for method in expected} == expected
-    # What gradwire leaves to torch is counted, too.
-    assert sent["gradwire:g=qsgd:bits=4"][0] == weights
-    # Bytes of gradwires weights are those of payloads.
-    for method, codec, gathers in (
-        ("gradwire:w=bf16:g=bf16", "bf16", 1),
-        ("qsdp:w=8:g=8", "randomshift:bits=8", 1),
-        ("qsdp:w=8:g=8:keep=none", "randomshift:bits=8", 2),
-    ):
-        row = tiny.summaries[method]
-        block, root = (payload_bytes(codec, of) for of in sizes())
-        found = row["weights_wire_bytes"] - STEPS * (gathers * block + root)
-        assert 0 <= found <= STEPS * (gathers + 1) * 128, method  # headers
-        full = tiny.summaries["fsdp-fp32"]["gradients_wire_bytes"]
-        ratio = 2 if codec == "bf16" else 4
-        assert full / row["gradients_wire_bytes"] == pytest.approx(ratio, rel=0.15), method
-    # Simulated bytes are those of a run.
-    groups = tuple(tuple(shape for _, shape in of) for of in sizes())
-    curve = dict.fromkeys(FORMS, (0.0, 0.0, 0.0))
-    for method in ("fsdp-fp32", "fsdp-mixed", "gradwire:w=bf16:g=bf16", "qsdp:w=8:g=8"):
-        weights, gradients = sent_by(sharded.parse(method))
-        scenario = ShardedScenario(RANKS, Net("none"), weights, gradients, groups)
-        known = {str(codec): curve for codec in codecs_of(groups, weights, gradients)}
-        row = predict_sharded(scenario, Curves("a test", 1, known))
-        for key in ("weights_wire_bytes", "gradients_wire_bytes"):
-            assert STEPS * row[key] == tiny.summaries[method][key], (method, key)
+def test_bytes_are_those_of_the_simulator(tiny: Found) -> None:
+    """What gradwire leaves to torch is counted, too."""
+    sent = sent_in(tiny)
+    sent.pop("qsdp:w=4diff:g=4")  # no weights in so few steps
+    assert sent == {method: simulated(method) for method in sent}
 
 
 @pytest.mark.multiprocess
@@ -171,3 +141,44 @@ def test_networks_with_buffers_on_three_ranks() -> None:
     found = trained(replace(config, methods=("fsdp-fp32", "qsdp:w=8:g=8")))
     full, ours = (row["final_loss"] for row in found.summaries.values())
     assert ours == pytest.approx(full, rel=0.05)
+
+
+def error(codec: Any, values: torch.Tensor) -> float:
+    payload = encode(codec, values, 7)
+    return (decode(codec, payload, values.numel(), values.dtype, 7) - values).norm().item()
+
+
+def errors(rank: int, bits: int) -> list[tuple[str, str, float]]:
+    """(parameter, kind, error with learned levels / with even ones) on this rank's shards."""
+    task = get("gpt", layers=1, width=256, heads=4, validation_sequences=17)
+    method = sharded.parse(f"qsdp:w={bits}:g={bits}:learned")
+    run = MethodRun.start(method, task, 0, 1)
+    run.train(4)
+    run.backward()
+    run.optimizer.step()
+    handle: Any = run.applied.handle
+    handle.learn_levels()
+    run.optimizer.zero_grad()
+    run.train(2)
+    run.backward()  # gradients that no level was learned from
+    levels, found = handle.plan.levels, []
+    shards = dict(run.model.named_parameters())
+    for p in handle.plan.parameters:
+        if p.numel >= SMALLEST:
+            of = shards[p.name]
+            for kind, codec, tensor in (("weights", p.weight, of), ("gradients", p.codec, of.grad)):
+                values = tensor.to_local().detach().reshape(-1)
+                learned = replace(codec, levels=getattr(levels, kind)[p.name])
+                found.append((p.name, kind, error(learned, values) / error(codec, values)))
+    return found
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("bits", [3, 5, 4, 2])
+def test_learned_levels_have_a_smaller_error(bits: int) -> None:
+    """In every large layer of the gpt task."""
+    for found in as_processes(2, errors, bits):
+        assert len(found) >= 6  # both kinds, of the block's three large matrices
+        worse = [row for row in found if not row[2] < 1.0]
+        assert not worse, worse

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_tools import lab
 from leftovers import marked, network_namespaces, until
 from products import EXHAUSTIVE
 
@@ -91,6 +90,4 @@ def check(
 def test_one_line_and_nothing_is_left(
     number: signal.Signals, command: list[str], once: str, processes: int, tmp_path: Path
 ) -> None:
-    if any("bit," in word for word in command) and lab.available() is not None:
-        pytest.skip(f"no lab: {lab.available()}")
     check(number, command, once, processes, tmp_path)

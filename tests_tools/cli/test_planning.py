@@ -28,20 +28,18 @@ from gradwire_tools.sim import Curves, Net
 from gradwire_tools.sim.choice import Situation
 from gradwire_tools.sim.curves import Software
 from gradwire_tools.sim.rank import Overheads
+from machines import priced
 from ranks import as_processes, refuses
 
-FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 MODEL = "256x1024,4096x512,64x64"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    costs = {
-        str(codec): dict.fromkeys(FORMS, (2e-6, value, value))
-        for codec, value in ((QSGD(bits=4), 1e-9), (Cast("bf16"), 3e-10), (Identity(), 1e-10))
-    }
+    seconds = {QSGD(bits=4): 1e-9, Cast("bf16"): 3e-10, Identity(): 1e-10}
+    prices = {codec: (2e-6, value, value) for codec, value in seconds.items()}
     engine, link = Overheads(start=1e-4, task=5e-6), Software(overhead=2e-5)
-    Curves("given", 1, costs, engine, link).save(tmp_path / "curves.json")
+    priced(prices, engine=engine, link=link).save(tmp_path / "curves.json")
     return tmp_path / "curves.json"
 
 
@@ -182,9 +180,6 @@ def test_a_plan_for_the_network_of_torchrun_is_attached(
     assert {(row["net"], row["ranks"]) for row in found} == {("as it is", 2)}
     assert done.stdout.count(found[-1]["detail"][:20]) == 1  # of one rank
     as_processes(2, it_is_attached, str(path))
-    more = [*command, "--per-node", "2"]
-    refused = subprocess.run(more, capture_output=True, text=True, check=False, timeout=280)
-    assert "--per-node 2: under torchrun the ranks' machines are known" in refused.stderr
 
 
 def test_measured_links_become_a_network() -> None:
@@ -222,9 +217,14 @@ MISTAKES = [
 ]
 
 
-def test_bad_input_is_named(file: Path) -> None:
+def test_bad_input_is_named(file: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [(["plan", *words, "--curves", str(file)], said) for words, said in MISTAKES]
     faults = wrongly_refused(given)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    machines = ["plan", "--shapes", str(shapes), "--per-node", "2"]
+    said = "--per-node 2: under torchrun the ranks' machines are known"
+    faults += wrongly_refused([(machines, said)])
     assert not faults, "\n".join(faults)
 
 

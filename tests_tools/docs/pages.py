@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from textwrap import dedent
 
-FENCE = re.compile(r"^( *)(`{3,})([^`\n]*)\n(.*?)^\1\2 *$", re.M | re.S)
-SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-LINK = re.compile(r"(?<!\\)\[[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]\(\s*<?([^)\s>]+)>?[^)]*\)")
-# A variable before a command, such as GRADWIRE_CC=gcc.
-VARIABLE = re.compile(r"^[A-Z][A-Z0-9_]*=\S*$")
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+MARKDOWN = MarkdownIt("commonmark").enable("table")
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("gradwire", "make", "pip", "python", "python3", "torchrun", "pytest")
+# Variables before a command, such as GRADWIRE_CC=gcc; a program that pages show; its arguments.
+VARIABLES = r"^(?:[A-Z][A-Z0-9_]*=\S*\s+)*"
+COMMAND = re.compile(VARIABLES + r"(?:gradwire|make|pip|python3?|torchrun|pytest)\s+\S")
 NUMBER = r"(?<![\w.,:=/#-])\d+(?:[.,]\d+)*"
 # Settings of a network (1gbit,1ms; 10 Gbit/s) are no results, so Gbit/s is not among the units.
 UNITS = r"(?: ?(?:ms|s|us|µs|ns|min|minutes|GB/s|MB/s|%|times)|x)"
@@ -42,50 +43,67 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Section:
-    """What stands between two headings."""
-
-    title: str
-    line: int
-    text: str
-
-    @cached_property
-    def prose(self) -> str:
-        """Without fenced blocks."""
-        return FENCE.sub("", self.text)
-
-    @cached_property
-    def spans(self) -> list[str]:
-        """What stands in backticks, line breaks as spaces; in a table "|" is written "\\|"."""
-        return [" ".join(m[2].replace("\\|", "|").split()) for m in SPAN.finditer(self.prose)]
-
-
-@dataclass(frozen=True)
 class Page:
+    """A page; or a section of it, what stands between two headings, with its title and line."""
+
     path: Path
     text: str
+    title: str = ""
+    line: int = 1
 
     @classmethod
     def read(cls, path: Path) -> Page:
         return cls(path, path.read_text("utf-8"))
 
     @cached_property
+    def tokens(self) -> list[Token]:
+        return MARKDOWN.parse(self.text)
+
+    @cached_property
     def blocks(self) -> list[Block]:
         return [
-            Block(m[3].strip(), dedent(m[4]), self.text.count("\n", 0, m.start()) + 2)
-            for m in FENCE.finditer(self.text)
+            Block(token.info.strip(), token.content, self.line + token.map[0] + 1)
+            for token in self.tokens
+            if token.type == "fence"
         ]
 
     @cached_property
-    def sections(self) -> list[Section]:
-        """Of any level; a `#` in a fenced block is no heading."""
-        hidden = FENCE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), self.text)
-        starts = [(0, "")] + [
-            (m.start(), m[1].strip()) for m in re.finditer(r"^#+ (.*)$", hidden, re.M)
-        ]
-        ends = [at for at, _ in starts[1:]] + [len(self.text)]
+    def inline(self) -> list[list[Token]]:
+        """Text, code and links of each paragraph, heading and cell of a table."""
+        return [token.children or [] for token in self.tokens if token.type == "inline"]
+
+    @cached_property
+    def spans(self) -> list[str]:
+        """What stands in backticks."""
+        return [one.content for part in self.inline for one in part if one.type == "code_inline"]
+
+    @cached_property
+    def links(self) -> list[str]:
+        """Targets of links and of pictures."""
+        found = [one.attrGet("href") or one.attrGet("src") for part in self.inline for one in part]
+        return [str(target) for target in found if target]
+
+    @cached_property
+    def figures(self) -> list[str]:
+        """Numbers with a unit, outside of backticks and blocks."""
+        words = {"code_inline": "code", "softbreak": " "}
+        parts = ("".join(words.get(one.type, one.content) for one in part) for part in self.inline)
+        return FIGURE.findall("\n".join(parts))
+
+    @cached_property
+    def headings(self) -> list[tuple[int, Token]]:
+        """The first line, from 0, and the title."""
+        pairs = itertools.pairwise(self.tokens)
+        return [(one.map[0], title) for one, title in pairs if one.type == "heading_open"]
+
+    @cached_property
+    def sections(self) -> list[Page]:
+        """Of any level."""
+        lines = self.text.splitlines(keepends=True)
+        starts = [(0, "")] + [(at, title.content) for at, title in self.headings]
+        ends = [at for at, _ in starts[1:]] + [len(lines)]
         return [
-            Section(title, self.text.count("\n", 0, at) + 1, self.text[at:end])
+            Page(self.path, "".join(lines[at:end]), title, at + 1)
             for (at, title), end in zip(starts, ends, strict=True)
         ]
 
@@ -93,8 +111,8 @@ class Page:
     def anchors(self) -> set[str]:
         """Of headings, as GitHub makes them."""
         found: set[str] = set()
-        for section in self.sections:
-            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", section.title).replace("`", "")
+        for _, title in self.headings:
+            plain = "".join(one.content for one in title.children or ())
             slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
             n = 0
             while (unique := f"{slug}-{n}" if n else slug) in found:
@@ -102,45 +120,26 @@ class Page:
             found.add(unique)
         return found
 
-    @cached_property
-    def links(self) -> list[str]:
-        return [m[1] for m in LINK.finditer(SPAN.sub("code", FENCE.sub("", self.text)))]
-
+    @property
     def commands(self) -> Iterator[str]:
         """Every command shown: lines of blocks that are no programs, and spans in backticks."""
         for block in self.blocks:
             if block.kind in ("", "console", "bash", "sh", "shell"):
-                yield from _lines(block.text)
-        for section in self.sections:
-            yield from (span for span in section.spans if is_command(span))
+                yield from _commands(block)
+        yield from filter(COMMAND.match, self.spans)
+
+    @property
+    def names_its_command(self) -> bool:
+        """Whether backticks or a block hold a command, or a file that fixes figures."""
+        if any(PROOF.match(span) and (ROOT / span).exists() for span in self.spans):
+            return True
+        lines = (line for block in self.blocks for line in _commands(block))
+        return any(filter(COMMAND.match, self.spans)) or any(lines)
 
 
-def is_command(text: str) -> bool:
-    """Whether its first word, after variables, is a program that pages show, with arguments."""
-    words = text.split()
-    while words and VARIABLE.match(words[0]):
-        words.pop(0)
-    return len(words) > 1 and words[0] in PROGRAMS
-
-
-def figures(section: Section) -> list[str]:
-    """Numbers with a unit in a section's prose, outside backticks."""
-    return [m[0] for m in FIGURE.finditer(SPAN.sub("code", section.prose))]
-
-
-def names_its_command(section: Section) -> bool:
-    """Whether backticks or a block of the section hold a command, or a file that fixes figures."""
-    commands = (line for m in FENCE.finditer(section.text) for line in _lines(m[4]))
-    return any(is_command(s) or _fixes(s) for s in section.spans) or any(commands)
-
-
-def _fixes(span: str) -> bool:
-    return bool(PROOF.match(span)) and (ROOT / span).exists()
-
-
-def _lines(text: str) -> Iterator[str]:
+def _commands(block: Block) -> Iterator[str]:
     """The commands of a block: joined where a backslash ends a line, without comments."""
-    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+    for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
         bare = re.sub(r"(^|\s)#.*", "", line.strip().removeprefix("$ ")).strip()
-        if is_command(bare):
+        if COMMAND.match(bare):
             yield bare

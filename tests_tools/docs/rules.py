@@ -20,11 +20,10 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import typer
-from pages import ROOT, VARIABLE, Page, figures, names_its_command
+from pages import ROOT, VARIABLES, Page
 
 from gradwire_tools.cli.program import app
 
@@ -44,12 +43,11 @@ def links(page: Page) -> Iterator[str]:
             yield f"{page.path}: a link to {target}: {file.name} has no such heading"
 
 
-def paths(file: Path) -> Iterator[str]:
+def paths(file: Page) -> Iterator[str]:
     """Rule 1, of a source file."""
-    for line, text in enumerate(file.read_text("utf-8").splitlines(), 1):
-        for found in re.findall(r"docs/[\w/-]+\.(?:md|svg)", text):
-            if not (ROOT / found).exists():
-                yield f"{file}:{line}: {found}: no such page"
+    for found in re.findall(r"docs/[\w/-]+\.(?:md|svg)", file.text):
+        if not (ROOT / found).exists():
+            yield f"{file.path}: {found}: no such page"
 
 
 def includes(page: Page) -> Iterator[str]:
@@ -66,7 +64,7 @@ def includes(page: Page) -> Iterator[str]:
 
 def commands(page: Page) -> Iterator[str]:
     """Rule 2."""
-    for command in page.commands():
+    for command in page.commands:
         wrong = command_error(command)
         if wrong:
             yield f"{page.path}: `{command}`: {wrong}"
@@ -77,13 +75,11 @@ def command_error(command: str) -> str | None:
 
     Alternatives stand behind "|", as in --ir | --c; a pipe, or another command, is left out.
     """
-    alone = re.split(r" (?:\|(?! -)|>|&&|;) ", command)[0]
+    alone = re.sub(VARIABLES, "", re.split(r" (?:\|(?! -)|>|&&|;) ", command)[0])
     try:
         words = shlex.split(alone.replace(" | ", " "))
     except ValueError as error:
         return str(error)
-    while VARIABLE.match(words[0]):
-        words.pop(0)
     program, *arguments = words
     if program == "gradwire" or arguments[:2] in (["-m", "gradwire"], ["-m", "gradwire_tools.cli"]):
         return _gradwire(arguments if program == "gradwire" else arguments[2:])
@@ -167,10 +163,9 @@ def _known_extras() -> set[str]:
 
 def figures_without_command(page: Page) -> Iterator[str]:
     """Rule 3."""
-    for section in page.sections:
-        found = figures(section)
-        if found and not names_its_command(section):
-            yield f"{page.path}:{section.line}: {section.title!r}: no command for {found}"
+    for part in page.sections:
+        if part.figures and not part.names_its_command:
+            yield f"{page.path}:{part.line}: {part.title!r}: no command for {part.figures}"
 
 
 def beginning(page: Page) -> Iterator[str]:

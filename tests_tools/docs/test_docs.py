@@ -1,21 +1,28 @@
-"""README and docs are true: what `make docs-check` runs. rules.py and blocks.py say what holds."""
+"""README and docs are true: what `make docs-check` runs. rules.py and blocks.py say what holds.
+
+Who reads only the README can attach to DDP and FSDP2 models, and save and load a checkpoint.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import blocks
 import pytest
 import rules
+import torch
 import yaml
-from pages import Page
+from pages import ROOT, Page
 
 import gradwire
 from products import EXHAUSTIVE
 
-ROOT = rules.ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INTERNALS = ROOT / "docs" / "internals"
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -26,36 +33,20 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".c", ".h") and path.parent != Path(__file__).parent
 ]
+RULES = [
+    (rules.links, [*OTHERS, *PAGES]),
+    (rules.includes, PAGES),
+    (rules.paths, [*SOURCES, ROOT / "Makefile", ROOT / "hatch_build.py"]),
+    (rules.commands, [*OTHERS, *PAGES]),
+    (rules.figures_without_command, FOR_USERS),
+    (rules.beginning, PAGES[1:]),
+]
 
 
-def broken(rule: Callable[[Page], Iterator[str]], pages: list[Path]) -> list[str]:
-    found = [wrong for path in pages for wrong in rule(Page.read(path))]
-    return [wrong.replace(f"{ROOT}/", "") for wrong in found]
-
-
-def test_links_resolve() -> None:
-    assert broken(rules.links, [*OTHERS, *PAGES]) == []
-
-
-def test_included_code_is_there() -> None:
-    assert broken(rules.includes, PAGES) == []
-
-
-def test_paths_of_pages_in_sources_resolve() -> None:
-    files = [*SOURCES, ROOT / "Makefile", ROOT / "hatch_build.py"]
-    assert [wrong for file in files for wrong in rules.paths(file)] == []
-
-
-def test_commands_exist() -> None:
-    assert broken(rules.commands, [*OTHERS, *PAGES]) == []
-
-
-def test_figures_name_their_command() -> None:
-    assert broken(rules.figures_without_command, FOR_USERS) == []
-
-
-def test_pages_begin_with_what_the_reader_can_do() -> None:
-    assert broken(rules.beginning, PAGES[1:]) == []
+@pytest.mark.parametrize(("rule", "files"), RULES, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_rule_holds(rule: Callable[[Page], Iterator[str]], files: list[Path]) -> None:
+    found = [wrong for path in files for wrong in rule(Page.read(path))]
+    assert [wrong.replace(f"{ROOT}/", "") for wrong in found] == []
 
 
 def test_tables_of_results_are_what_the_rows_say() -> None:
@@ -68,7 +59,6 @@ def test_the_citation_is_of_this_version() -> None:
     assert (cited["version"], cited["license"]) == (gradwire.__version__, "Apache-2.0")
 
 
-# test_readme.py runs the README's.
 PROGRAMS = [path for path in PAGES[1:] if any(b.kind == "python" for b in Page.read(path).blocks)]
 
 
@@ -82,3 +72,70 @@ def test_blocks_run() -> None:
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run_without_other_pages(path: Path) -> None:
     blocks.run([Page.read(path)])
+
+
+README = Page.read(ROOT / "README.md")
+CODE = {
+    section.title: "".join(block.text for block in section.blocks) for section in README.sections
+}
+
+
+CALLS = {
+    "Attach to a DDP model": ["import gradwire as gw", "DistributedDataParallel(", "attach("],
+    "Attach to an FSDP2 model": ["import gradwire as gw", "fully_shard(", "attach("],
+    "Save and load a checkpoint": ["full_state_dict(", "torch.save(", "load_state_dict("],
+}
+
+
+def test_the_readme_shows_how_to() -> None:
+    missing = [(title, call) for title, calls in CALLS.items() for call in calls
+               if call not in CODE[title]]  # fmt: skip
+    assert missing == []
+
+
+def test_the_options_it_names_fit_its_model() -> None:
+    named = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert (
+        "Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))"
+        in (CODE["Attach to a DDP model"])
+    )
+    given = re.findall(r'(?:exclude=\[|codecs=\{)"([^"]+)"', README.path.read_text("utf-8"))
+    assert len(given) == 2
+    assert [pattern for pattern in given if not fnmatch.filter(named, pattern)] == []
+
+
+def what_was_done(rank: int, names: dict[str, Any]) -> dict[str, Any]:
+    """Of one of the README's programs, at its end."""
+    parameters = [
+        p.to_local() if hasattr(p, "to_local") else p for p in names["model"].parameters()
+    ]
+    wrong = None
+    if "mesh" in names:  # every rank must have its own shards of what was saved
+        whole = {name: p.full_tensor() for name, p in names["model"].named_parameters()}
+        saved = torch.load("fsdp2.pt")["model"]
+        wrong = [name for name in whole if not torch.equal(whole[name], saved[name])]
+    bits = b"".join(p.detach().numpy().tobytes() for p in parameters)
+    return {
+        "sharded": "mesh" in names,
+        "weights": hashlib.sha256(bits).hexdigest(),
+        "loss": float(names["loss"]),
+        "ratio": names["handle"].stats()["ratio"],
+        "steps": names["handle"].stats()["steps"],
+        "saved": sorted(names["state"]),
+        "wrong": wrong,
+    }
+
+
+@pytest.mark.multiprocess
+def test_its_programs_train_and_load_their_checkpoints() -> None:
+    (ranks,) = blocks.run([README], what_was_done)
+    for programs in ranks:
+        for name, found in zip(["ddp", "fsdp2"], programs, strict=True):
+            assert found["sharded"] == (name == "fsdp2")
+            assert found["steps"] == 10
+            assert found["ratio"] > 4
+            assert torch.tensor(found["loss"]).isfinite()
+            assert found["saved"] == ["gradwire", "model", "optimizer"]
+            assert not found["wrong"], "of these the rank has not its own shards of what was saved"
+    first, second = (programs[0]["weights"] for programs in ranks)
+    assert first == second, "replicas differ after the checkpoint is loaded"

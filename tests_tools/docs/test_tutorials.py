@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import ROOT, Page
 
 from products import EXHAUSTIVE
 
-ROOT = Path(__file__).parents[2]
 # programs that a page calls by name run with this Python
 PROGRAMS = {
     "python": [sys.executable],
@@ -24,13 +24,6 @@ PROGRAMS = {
                  "--rdzv-endpoint", "localhost:0"],
 }  # fmt: skip
 LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
-
-def fences(page: str) -> Iterator[tuple[str, str]]:
-    """(info string, text) of every fenced block, in order."""
-    text = (ROOT / "docs" / "how-to" / page).read_text("utf-8")
-    for match in re.finditer(r"^```(\S.*?)\n(.*?)^```$", text, re.M | re.S):
-        yield match[1], match[2]
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
@@ -72,15 +65,14 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 )
 def test_the_page_is_exact(page: str, least: int, tmp_path: Path) -> None:
     programs = 0
-    for info, text in fences(page):
-        kind, name, *_ = [*info.split(), ""]
-        if kind == "python":
-            (tmp_path / name).write_text(text, "utf-8")
+    for block in Page.read(ROOT / "docs" / "how-to" / page).blocks:
+        if block.kind == "python":
+            (tmp_path / block.words[0]).write_text(block.text, "utf-8")
             continue
-        if kind == "text":  # calls, not programs
+        if block.kind == "text":  # calls, not programs
             continue
-        assert kind == "console", info
-        for command, expected in commands(text):
+        assert block.kind == "console", block.info
+        for command, expected in commands(block.text):
             said = outcome(command, tmp_path)
             assert doctest.OutputChecker().check_output(expected, said, LIKE), (
                 f"$ {command}\n{said}\n--- but the page says\n{expected}"

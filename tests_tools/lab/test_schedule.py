@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from gradwire.errors import ConfigError
+from command_line import refused
 from gradwire_tools.lab import Network, Schedule
 from gradwire_tools.lab.schedule import SHIPPED
 
@@ -72,10 +70,8 @@ def test_what_holds_by_step_second_and_share(tmp_path: Path) -> None:
     assert [str(small.at(0, 1, t)) for t in (1.9, 2, 4, 6)] == [
         *("1gbit,1ms", "100mbit,1ms", "100mbit,20ms", "1gbit,20ms")
     ]
-    with pytest.raises(ConfigError, match="by step"):
-        by_step.in_seconds(10)
-    with pytest.raises(ConfigError, match="give the run's length"):
-        SHIPPED["c1"].in_seconds(None)
+    refused(by_step.in_seconds, [(10, "by step")])
+    refused(SHIPPED["c1"].in_seconds, [(None, "give the run's length")])
 
 
 FAULTS = [
@@ -102,15 +98,10 @@ FAULTS = [
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
-    for text, fault in FAULTS:
-        with pytest.raises(ConfigError, match=fault):
-            Schedule.parse(written(tmp_path, text))
-
-
-def test_unknown_names_and_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"c1, c2, c1-small, c2-small or FILE\.yaml"):
-        Schedule.parse("c3")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Schedule.parse(str(tmp_path / "missing.yaml"))
-    with pytest.raises(ConfigError, match="phase 2: from is 'x'"):
-        Schedule.parse("odd(step: 0 1gbit,1ms; x 1gbit,1ms)")
+    refused(lambda text: Schedule.parse(written(tmp_path, text)), FAULTS)
+    texts = [
+        ("c3", r"c1, c2, c1-small, c2-small or FILE\.yaml"),
+        (str(tmp_path / "missing.yaml"), "cannot be read"),
+        ("odd(step: 0 1gbit,1ms; x 1gbit,1ms)", "phase 2: from is 'x'"),
+    ]
+    refused(Schedule.parse, texts)

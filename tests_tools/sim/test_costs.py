@@ -13,13 +13,7 @@ from gradwire.codecs import QSGD, Identity
 from gradwire.controllers.flexible import sparse_collective, sparse_collectives
 from gradwire.lang import layout
 from gradwire_tools.sim import Curves, Net, Scenario, predict
-from gradwire_tools.sim.costs import (
-    STRATEGIES,
-    compressed,
-    decide,
-    two_level,
-    uncompressed,
-)
+from gradwire_tools.sim.costs import STRATEGIES, compressed, decide, two_level, uncompressed
 
 NUMEL = 1 << 20
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import FREE, IDENTITY, QSGD, USUAL, scenario
-from machines import curves as made
 
+from command_line import refused
 from gradwire import codecs
-from gradwire.errors import ConfigError
 from gradwire.planner import kernel_costs
 from gradwire_tools.sim import Net, Scenario, calibrate, curves, predict
 from gradwire_tools.sim.rank import Overheads
+from machines import FREE, IDENTITY, QSGD, USUAL, scenario
+from machines import curves as made
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -50,16 +50,10 @@ def test_what_is_no_such_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "curves.json"
     for text in NO_CURVES:
         file.write_text(text)
-        with pytest.raises(ConfigError, match=r"curves\.json"):
-            curves.load(file)
-
-
-def test_a_missing_file_and_a_missing_curve_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none here"):
-        curves.load(tmp_path / "none here")
+        refused(curves.load, [(file, r"curves\.json")])
+    refused(curves.load, [(tmp_path / "none here", "none here")])
     ternary = Scenario(2, Net("none"), codecs.get("terngrad"), "1e4")
-    with pytest.raises(ConfigError, match="no curve for encode of TernGrad"):
-        predict(ternary, USUAL)
+    refused(lambda one: predict(one, USUAL), [(ternary, "no curve for encode of TernGrad")])
 
 
 def test_a_fit_finds_the_curve() -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import FORMS, USUAL
 
 import command_line
 from command_line import refusal, wrongly_refused
 from gradwire.codecs import get
-from gradwire_tools.sim.curves import Curves
+from machines import USUAL, priced
 
 KEYS = {
     "method", "codec", "algorithm", "ranks", "per_node", "net", "model", "numel", "seconds",
@@ -24,11 +23,11 @@ KEYS = {
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Curves of some codecs."""
-    curve = dict.fromkeys(FORMS, (1e-5, 3e-10, 1e-10))
-    spelt = [get("qsgd", bits=bits) for bits in (2, 4, 8)]
-    more = {str(codec): curve for codec in (*spelt, get("topk"), get("tbq"))}
+    used = [get(name) for name in ("identity", "topk", "tbq")]
+    used += [get("qsgd", bits=bits) for bits in (2, 4, 8)]
+    prices = dict.fromkeys(used, (1e-5, 3e-10, 1e-10))
     path = tmp_path_factory.mktemp("curves") / "curves.json"
-    Curves("a test", 1, {**USUAL.codecs, **more}, USUAL.engine, USUAL.link).save(path)
+    priced(prices, engine=USUAL.engine, link=USUAL.link).save(path)
     return str(path)
 
 
@@ -144,6 +143,18 @@ MISTAKES = [
     (["--plot", "plot.pdf"], "plot.pdf"),
     (["--plot", "no such folder/plot.png"], "existing folder"),
     (["--codec", "terngrad"], "no curve"),
+    (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
+    (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
+    (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),
+    (["--sharded", "--methods", ""], "--methods is empty"),
+    (["--sharded", "--algorithm", "ring"], "ring"),
+    (["--sharded", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
+    (["--sharded", "--sweep", "bits=2,4"], "sweep one of ranks, rate"),
+    (["--sharded", "--forward", "-1"], "forward=-1"),
+    (["--sharded", "--coordinated"], "leave --validate, --partitions and --coordinated out"),
+    (["--methods", "fsdp-fp32"], "--methods: is for a step under FSDP2: give --sharded"),
+    (["--forward", "1"], "--forward: is for a step under FSDP2"),
+    (["--blocking"], "--blocking: is for a step under FSDP2"),
 ]
 
 

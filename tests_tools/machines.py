@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gradwire import codecs
 from gradwire.collectives import Options
+from gradwire.lang import Codec
+from gradwire.planner.kernel_costs import FORMS
 from gradwire_tools.sim import Curves, Net, Scenario
 from gradwire_tools.sim.curves import Curve, Software
 from gradwire_tools.sim.rank import Overheads
 
-FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 QSGD = codecs.get("qsgd")
 IDENTITY = codecs.get("identity")
 GRADDROP = codecs.get("graddrop")  # its payload length depends on data
 GBIT = Net("1gbit,1ms", 1e9, 1e-3)
 
 
+def priced(prices: Mapping[Codec, Curve], **costs: Any) -> Curves:
+    """The same curve for all forms of a codec."""
+    known = {str(codec): dict.fromkeys(FORMS, curve) for codec, curve in prices.items()}
+    return Curves("a test", 1, known, **costs)
+
+
 def curves(call: float = 0.0, value: float = 0.0, payload: float = 0.0, **costs: Any) -> Curves:
     """The same curve for all forms of qsgd, identity and graddrop; all other costs are 0."""
-    curve: Curve = (call, value, payload)
-    known = {str(codec): dict.fromkeys(FORMS, curve) for codec in (QSGD, IDENTITY, GRADDROP)}
-    return Curves("a test", 1, known, **costs)
+    return priced(dict.fromkeys((QSGD, IDENTITY, GRADDROP), (call, value, payload)), **costs)
 
 
 FREE = curves()
