@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenario
 
 from gradwire import Options, algorithms
 from gradwire.collectives import Operation
@@ -23,6 +22,7 @@ from gradwire_tools.sim.models import shapes
 from gradwire_tools.sim.rank import Overheads
 from gradwire_tools.sim.run import Machines, simulate
 from gradwire_tools.sim.task_times import algorithm_on, bucket_contents, timed_graph
+from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenario
 
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
 BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms

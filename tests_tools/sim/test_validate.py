@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from machines import USUAL
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench.paper import validate
+from machines import USUAL
 from products import EXHAUSTIVE
 
 KEYS = {
