@@ -10,7 +10,7 @@ from report_rows import COLLECTIVE, KERNEL, METHODS, RUN, train_rows
 
 from gradwire_tools.report import draw, learning, page, training
 from gradwire_tools.report.gain import Gain, Standing, by_seeds, by_spreads
-from gradwire_tools.report.parts import Bar, Bars, Chart, Dots, Lines, Tiles, looks, series
+from gradwire_tools.report.parts import Bar, Bars, Chart, Dots, Lines, TileChart, looks, series
 
 
 def test_a_difference_counts_beyond_spreads_and_with_every_seed() -> None:
@@ -80,7 +80,7 @@ def charts(values: tuple[float | None, ...], log: bool) -> list[Chart]:
         Lines(series(points), "x", "y", (1.0, "a <b>"), log, log),
         Bars(bars, "per a <b>", ("c", "d"), sizes=log),
         Dots([("a <b>", [("c", x)]) for x in known], "x", (1.0, "e") if log else None),
-        Tiles(["f, a <b>"], [("c", [Gain(Standing.GAIN, x or 1.0), None][:1]) for x in known]),
+        TileChart(["f, a <b>"], [("c", [Gain(Standing.GAIN, x or 1.0), None][:1]) for x in known]),
     ]
 
 
