@@ -267,8 +267,8 @@ MUTANTS = (
     Mutant(
         "a_machine_counts_twice", "a holder sums one peer's values twice",
         "gradwire/algorithms/hierarchical.py",
-        "reads = [self._buffers(levels.roles[level], s, chunks, peer) for peer in peers]",
-        "reads = [self._buffers(levels.roles[level], s, chunks, p) for p in peers[:1] + peers]",
+        "reads = [self._buffers(tiers.roles[tier], s, chunks, peer) for peer in peers]",
+        "reads = [self._buffers(tiers.roles[tier], s, chunks, p) for p in peers[:1] + peers]",
         ("tests/algorithms/test_hierarchical.py",),
     ),
     Mutant(
@@ -519,7 +519,7 @@ MUTANTS = (
     Mutant(
         "recovered_with_another_plan", "after an exception ranks go on with plans of their own",
         "gradwire/handles/handle.py",
-        "plan = on.switch.prepared(now[1])",
+        "plan = on.switch.prepared(version)",
         "plan = self.plan",
         ("tests/multiprocess/test_sharded_update.py",),
         hangs=True,
