@@ -27,7 +27,7 @@ test:
 test-all: debian lint types unit-all
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests tests_tools examples scripts conftest.py docs/conf.py
+	$(BIN)/ruff check --no-cache src tests tests_tools examples scripts conftest.py docs/conf.py
 	$(BIN)/ruff format --check src tests tests_tools examples scripts conftest.py docs/conf.py
 
 types: $(VENV)/.test

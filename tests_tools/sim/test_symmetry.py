@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from machines import USUAL, scenario
 
 from gradwire.algorithms import Hierarchical
 from gradwire.collectives import Options
@@ -14,6 +13,7 @@ from gradwire.errors import ConfigError
 from gradwire_tools.sim import predict
 from gradwire_tools.sim.symmetry import Symmetry
 from gradwire_tools.sim.task_times import algorithm_on
+from machines import USUAL, scenario
 from products import EXHAUSTIVE
 
 UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
