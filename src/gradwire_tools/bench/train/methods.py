@@ -357,6 +357,8 @@ def _auto_options(options: Options) -> gradwire.Auto:
     _check_known(AUTO, given, _OF_AUTO)
     for option in {"codecs", "methods"} & given.keys():
         given[option] = [str(given[option])]
+    if given.get("policy") == "none":
+        given["policy"] = None
     return gradwire.Auto(**given)
 
 
