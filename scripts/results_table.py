@@ -182,9 +182,8 @@ def parts(rows: Iterable[Row]) -> str:
 
 def auto(rows: Iterable[Row], task: str | None = None) -> str:
     """Two tables of automatic mode in `bench train`. Methods x networks: means of steps after the
-    first evaluation that follows its last decision, in brackets over those of the fastest of
-    torch's own methods. And what it tried: what a pass took and what was expected; a star marks
-    what it then used.
+    first evaluation that follows its last decision, in brackets over those of the fastest that was
+    chosen by hand. And what it tried: what a pass took; a star marks what it then used.
 
     Raises:
         ConfigError: it decided nothing.
@@ -202,7 +201,7 @@ def auto(rows: Iterable[Row], task: str | None = None) -> str:
         columns.append((last, _settled(runs.get(place, []), last["step"])))
     heads = ["method", *(f"{row['task']}, {network(row['net'])}" for row, _ in columns)]
     fastest = [
-        min((took for name, took in of.items() if name.startswith("torch-")), default=None)
+        min((took for name, took in of.items() if not name.startswith("auto")), default=None)
         for _, of in columns
     ]
     cells = []
@@ -214,12 +213,10 @@ def auto(rows: Iterable[Row], task: str | None = None) -> str:
     for row in decided:
         at = [row["task"], network(row["net"])]
         for one in row["tried"]:
-            took, expected = one["seconds"], one.get("expected_seconds")
-            off = DASH if expected is None else _off(expected / took - 1)
             star = "\\*" if one["used"] else ""
-            cells.append([*at, one["setting"] + star, seconds(took), seconds(expected), off])
+            cells.append([*at, one["setting"] + star, seconds(one["seconds"])])
             at = ["", ""]
-    lines += _table(["task", "network", "tried", "took", "expected", "off by"], cells)
+    lines += _table(["task", "network", "tried", "took"], cells)
     return _with_commands(lines, decided)
 
 

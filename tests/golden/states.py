@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,8 +99,8 @@ class Job:
             if self.form == "full" and step == 4:
                 self.handle.learn_levels(100, 20)
             self.optimizer.step()
-            if decides and step == 7 and self.handle.adaptation is not None:
-                time.sleep(20.0)  # kernels of what was decided are compiled
+            if decides and step == 7:
+                self.handle._reductions.runner.wait()  # what was decided is prepared
 
     def weights(self) -> dict[str, torch.Tensor]:
         named = getattr(self.model, "module", self.model).named_parameters()

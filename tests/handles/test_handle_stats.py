@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import all_pass
-from rooms.handles import scatters
 from training import Acts, nothing
 
 LATE_S = 0.3
@@ -118,14 +117,15 @@ def seconds_under_fsdp2(rank: int) -> None:
     assert (stats["steps"], stats["calls"]) == (3, 6)
     assert stats["exposed_seconds"] >= stats["seconds"] > 0
     if rank == 0:
-        prepare, tell = scatters.prepare, told("fsdp waits")
+        owner, tell = handle._reductions.owner, told("fsdp waits")
+        ticket = owner.ticket
 
-        def spied(*args: Any) -> Any:
+        def spied(version: int) -> Any:
             tell()
-            return prepare(*args)
+            return ticket(version)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scatters, "prepare", spied)
+            patch.setattr(owner, "ticket", spied)
             waited, whole = exposed(handle, model)
         assert LATE_S <= waited <= whole
     else:

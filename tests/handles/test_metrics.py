@@ -275,6 +275,9 @@ def test_what_was_not_sent_has_no_key() -> None:
 def test_a_reading_keeps_to_what_it_began_with() -> None:
     sampler, one = Sampler(2), torch.ones(1)
 
+    def member(name: str, **state: torch.Tensor) -> Any:
+        return SimpleNamespace(name=name, aggregator=None, state=state)
+
     class Replaced(dict[str, Any]):
         """Which a pass that ends replaces, or adds to, while it is read."""
 
@@ -284,13 +287,13 @@ def test_a_reading_keeps_to_what_it_began_with() -> None:
 
     sampler.ask(1)
     sampler.begin(1)
-    sampler.add("a", one, one, None)
+    sampler.observe(member("a"), Observation("a", 0, one, one, one, 0.0))
     sampler.end()
     sampler._norms = Replaced(sampler._norms)
     sampler.running = True
-    sampler.add("b", one, one, one)
+    sampler.observe(member("b", residual=one), Observation("b", 0, one, one, one, 0.0))
     assert sampler.squares() == {"a": [1, 1, 0, 0]}
-    assert sampler.squares() == {"b": [1, 1, 0, 1]}
+    assert sampler.squares() == {"b": [4, 1, 1, 1]}
 
     class Grows:
         """A state to which a pass adds another while it is counted."""

@@ -45,25 +45,38 @@ class Attached:
     _device: torch.device | None = None  # of its state
 
     def context(
-        self, gradient: torch.Tensor, device: torch.device, rank: int, world_size: int
+        self,
+        gradient: torch.Tensor,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        reduction: Request | None = None,
     ) -> Context:
-        """The context of the step that begins, for a gradient on `device`."""
-        if self._device != device:
-            self._make_state(device, rank, world_size)
+        """The context of the step that begins, for a gradient on `device`.
+
+        Args:
+            reduction: see `Context`. If it has a residual, that is the state's.
+        """
+        state = self.state_on(device, rank, world_size)
+        if reduction is not None and reduction.residual is not None:
+            state = state | {RESIDUAL: reduction.residual}
         of = self.name, self.shape, gradient, rank, world_size
         return Context(
-            *of, self.step, self.state, self.keys, self, may_be_unused=self.may_be_unused,
-            metrics=self.metrics,
+            *of, self.step, state, self.keys, self, may_be_unused=self.may_be_unused,
+            metrics=self.metrics, reduction=reduction,
         )  # fmt: skip
 
-    def _make_state(self, device: torch.device, rank: int, world_size: int) -> None:
-        """Make or move all state that the aggregator declares, on `device`."""
+    def state_on(self, device: torch.device, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """All state that the aggregator declares, made or moved where it is not on `device`."""
+        if self._device == device:
+            return self.state
         for name, declared in self.aggregator.states(self.shape).items():
             if name in self.state:
                 self.state[name] = self.state[name].to(device)
             else:
                 self.state[name] = self._fresh(name, declared, rank, world_size).to(device)
         self._device = device
+        return self.state
 
     def _fresh(self, name: str, declared: StateSpec, rank: int, world_size: int) -> torch.Tensor:
         if declared.start == "zeros":

@@ -12,7 +12,8 @@ import torch
 from gradwire import algorithms
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import checks
-from gradwire.collectives import AllReduce
+from gradwire.collectives import AllReduce, Request
+from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
 
@@ -44,7 +45,7 @@ class Encoded(Aggregator):
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         if self.scope == "model":
             return (yield from self._as_one(contexts))
-        yield [self._request(c.gradient, c.residual, c) for c in contexts]
+        yield [averaged(c, self.codec, self.algorithm) for c in contexts]
         return [c.gradient for c in contexts]
 
     def _as_one(self, given: Sequence[Context]) -> Steps:
@@ -53,7 +54,8 @@ class Encoded(Aggregator):
         values = torch.cat([c.gradient for c in contexts])
         kept = [c.residual for c in contexts if c.residual is not None]
         residual = torch.cat(kept) if kept else None
-        yield self._request(values, residual, contexts[0])
+        of, codec, algorithm = contexts[0], self.codec, self.algorithm
+        yield AllReduce(values, "avg", residual, codec=codec, algorithm=algorithm, of=of)
         averages = values.split(lengths)
         for c, average in zip(contexts, averages, strict=True):
             c.gradient.copy_(average)
@@ -62,14 +64,20 @@ class Encoded(Aggregator):
                 before.copy_(after)
         return [c.gradient for c in given]
 
-    def _request(
-        self, values: torch.Tensor, residual: torch.Tensor | None, of: Context
-    ) -> AllReduce:
-        codec, algorithm = self.codec, self.algorithm
-        return AllReduce(values, "avg", residual, codec=codec, algorithm=algorithm, of=of)
-
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return layout(self.codec, dtype).nbytes(math.prod(shape))
+
+
+def averaged(c: Context, codec: Codec | None, algorithm: str | None = None) -> Request:
+    """The collective that replaces a gradient by its average, with the residual, if there is one:
+    an all-reduce, or what FSDP2 does. There values that no codec takes travel uncompressed."""
+    request = c.reduction
+    if request is None:
+        return AllReduce(c.gradient, "avg", c.residual, codec=codec, algorithm=algorithm, of=c)
+    request.of = c
+    if c.gradient.dtype in FLOATS:
+        request.codec, request.residual = codec, c.residual  # type: ignore[misc]
+    return request
 
 
 @dataclass(frozen=True)

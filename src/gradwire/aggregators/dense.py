@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from gradwire.aggregators.compressed import averaged
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import Cast
-from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 
 _CASTS = {None: None, torch.float16: Cast("fp16"), torch.bfloat16: Cast("bf16")}
@@ -39,7 +39,7 @@ class Dense(Aggregator):
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         codec = _CASTS[self.dtype]
-        yield [AllReduce(c.gradient, "avg", c.residual, codec=codec, of=c) for c in contexts]
+        yield [averaged(c, codec) for c in contexts]
         return [c.gradient for c in contexts]
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -101,8 +101,8 @@ class ErrorFeedback(Aggregator):
         for c in contexts:
             c.residual = c.state[RESIDUAL]
             if c.observed:
-                wanted[c.name] = c.gradient.float() + c.residual
-            if c.gradient.dtype == torch.float16:
+                wanted[c.name] = c.contribution().float() + c.residual
+            if c.gradient.dtype == torch.float16 and c.reduction is None:
                 before[c.name] = c.residual.clone()
                 c = replace(c, gradient=c.gradient.float())
             inside.append(c)

@@ -89,6 +89,8 @@ class Context:
         keys: of random numbers, for `generator`.
         metrics: scalars that the aggregator measures, by name, each a tensor of one value: for
             example the share of values that saturated. The newest replaces the one before it.
+        reduction: how FSDP2 averages: a reduce-scatter, of whose result `gradient` is this rank's
+            shard, or an all-reduce of `gradient` between replicas; None: as the aggregator does.
     """
 
     name: str
@@ -104,6 +106,12 @@ class Context:
     observed: bool = False
     may_be_unused: bool = False
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    reduction: Request | None = None
+
+    def contribution(self) -> torch.Tensor:
+        """This rank's values: the gradient; under FSDP2, one vector of its values for each rank."""
+        shards = [] if self.reduction is None else self.reduction.shards
+        return torch.cat(shards) if shards else self.gradient
 
     def generator(self, shared: bool = True) -> torch.Generator:
         """A CPU generator seeded for this parameter and step; `shared`: equal on all ranks."""
@@ -215,10 +223,11 @@ class Observation:
     Attributes:
         name, step: of the parameter.
         gradient: this rank's.
-        average: over all ranks.
+        average: over all ranks; under FSDP2 this rank's shard of it.
         sent: this rank's contribution; None if the aggregator does not compute it (a codec without
             error feedback).
         seconds: from the start of the scope to the end of its last round.
+        exact: (first, end) of the gradient's values that this rank has not encoded: its own shard.
     """
 
     name: str
@@ -227,3 +236,4 @@ class Observation:
     average: torch.Tensor
     sent: torch.Tensor | None
     seconds: float
+    exact: tuple[int, int] = (0, 0)

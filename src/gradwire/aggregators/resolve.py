@@ -74,10 +74,9 @@ def _route(
     default; in two levels, they use the handle's machines."""
     if segments is not None:
         given = replace(given, segments=segments)
-    reduces = operation.verb == "all_reduce"
-    if algorithm is None and not reduces:
+    if algorithm is None and operation.verb != "all_reduce":
         algorithm = "sra"
-    if algorithm in (None, given.algorithm) and reduces:
+    if algorithm in (None, given.algorithm) and operation.op:
         return Route(operation, given)
     options = given.through(algorithm or "sra")
     if algorithm == given.algorithm == "hierarchical" and operation.shards:

@@ -24,7 +24,15 @@ from gradwire.aggregators.contract import aggregator_error
 from gradwire.aggregators.coroutine import Coroutine
 from gradwire.aggregators.protocol import Aggregator, Observation
 from gradwire.aggregators.resolve import Route
-from gradwire.collectives import Collective, Item, Operation, Options, prepare, start_round
+from gradwire.collectives import (
+    Collective,
+    Item,
+    Operation,
+    Options,
+    Request,
+    prepare,
+    start_round,
+)
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError
 from gradwire.partition import Spec
@@ -46,6 +54,7 @@ class Rounds:
         observe: called with each parameter's average.
         version: of the newest plan that this rank can use; see `Owner.ticket`.
         plan: the version of the plan in force, for error messages.
+        reductions: how FSDP2 averages, see `Context`; what is owed has been added to the gradients.
 
     Raises:
         TransportError, ConfigError: the group is broken (see `Owner.ticket`); `done` is not called.
@@ -61,6 +70,7 @@ class Rounds:
         observe: Observer | None = None,
         version: int = 0,
         plan: int = 0,
+        reductions: Sequence[Request] = (),
     ) -> None:
         self.owner = owner
         self.ticket = owner.ticket(version)
@@ -70,11 +80,12 @@ class Rounds:
         self.done = done
         self.observe = observe
         self.plan = plan
+        self.reductions = reductions
         self.begun = time.perf_counter()
         self.outcomes: list[Outcome] = []
         self.active: list[Coroutine] = []
         self._lock = threading.Lock()
-        self._before: list[torch.Tensor] = []  # copies of the gradients, for an observer
+        self._before: list[torch.Tensor] = []  # what this rank contributes, for an observer
         self._observed: list[Coroutine] = []
         self._versions_known = False  # whether a collective has carried all ranks' plan versions
         self._left = 0  # collectives of the round that have not ended
@@ -85,16 +96,19 @@ class Rounds:
         rank, world_size = self.owner.comm.rank, self.owner.comm.world_size
         try:
             if self.observe is not None:
-                self._before = [gradient.clone() for gradient in self.gradients]
-            for member, gradient in zip(self.members, self.gradients, strict=True):
-                member.add_owed(gradient)
+                shards = [r.shards for r in self.reductions] or [[] for _ in self.gradients]
+                both = zip(self.gradients, shards, strict=True)
+                self._before = [torch.cat(of) if of else own.clone() for own, of in both]
             members, gradients = self.members, self.gradients
+            if not self.reductions:
+                for member, gradient in zip(members, gradients, strict=True):
+                    member.add_owed(gradient)
             if world_size == 1:  # the gradients are the averages
                 serving = [m.aggregator.serves_one_rank for m in members]
                 members = list(compress(members, serving))
                 gradients = list(compress(gradients, serving))
             if members:
-                self.active = coroutines(members, gradients, rank, world_size)
+                self.active = coroutines(members, gradients, self.reductions, rank, world_size)
             if self.observe is not None:
                 self._observed = list(self.active)
                 for context in (c for coroutine in self.active for c in coroutine.contexts):
@@ -171,10 +185,14 @@ class Rounds:
             for coroutine in self._observed
             for context, part in zip(coroutine.contexts, coroutine.sent or (), strict=False)
         }
-        columns = zip(self.members, self._before, self.gradients, strict=True)
-        for member, gradient, average in columns:
+        rank = self.owner.comm.rank
+        exact = [(0, 0)] * len(self.members)
+        if self.reductions:
+            exact = [(sum(r.lengths[:rank]), sum(r.lengths[: rank + 1])) for r in self.reductions]
+        columns = zip(self.members, self._before, self.gradients, exact, strict=True)
+        for member, gradient, average, of in columns:
             what = (member.name, member.step - 1, gradient, average, sent.get(member.name))
-            observe(Observation(*what, seconds))
+            observe(Observation(*what, seconds, of))
 
 
 def _describe(aggregators: Sequence[Aggregator], plan: int) -> str:
@@ -182,7 +200,11 @@ def _describe(aggregators: Sequence[Aggregator], plan: int) -> str:
 
 
 def coroutines(
-    members: Sequence[Attached], gradients: Sequence[torch.Tensor], rank: int, world_size: int
+    members: Sequence[Attached],
+    gradients: Sequence[torch.Tensor],
+    reductions: Sequence[Request],
+    rank: int,
+    world_size: int,
 ) -> list[Coroutine]:
     """One coroutine per aggregator, in the order of the aggregators' first parameters."""
     served: dict[int, list[int]] = {}  # id of an aggregator -> indices of its parameters
@@ -191,7 +213,10 @@ def coroutines(
     made, of = [], (gradients[0].device, rank, world_size)
     for indices in served.values():
         mine = [gradients[i] for i in indices]
-        contexts = [members[i].context(gradients[i], *of) for i in indices]
+        contexts = [
+            members[i].context(gradients[i], *of, reductions[i] if reductions else None)
+            for i in indices
+        ]
         made.append(Coroutine(members[indices[0]].aggregator, contexts, mine))
     return made
 
@@ -262,7 +287,11 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
 
 
 def rehearsed(
-    owner: Owner, members: Sequence[Attached], gradients: Sequence[torch.Tensor], options: Options
+    owner: Owner,
+    members: Sequence[Attached],
+    gradients: Sequence[torch.Tensor],
+    options: Options,
+    reductions: Sequence[Request] = (),
 ) -> list[Collective]:
     """Prepare the collectives that a scope's rounds will run: coroutines go through their rounds,
     and nothing is sent.
@@ -272,7 +301,8 @@ def rehearsed(
     """
     found: list[Collective] = []
     if owner.comm.world_size > 1:
-        active = coroutines(members, gradients, owner.comm.rank, owner.comm.world_size)
+        of = owner.comm.rank, owner.comm.world_size
+        active = coroutines(members, gradients, reductions, *of)
         number = 0
         while active:
             active, parts = advance(owner, active, options, number)

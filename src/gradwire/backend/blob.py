@@ -25,8 +25,8 @@ from gradwire.aggregators import Aggregator
 from gradwire.backend.models import Models
 from gradwire.backend.scope import in_backward, is_float, lacking, mirrors_backward
 from gradwire.backend.work import FutureWork
-from gradwire.collectives import AllReduce, Options, ReduceScatter, Request, prepare
-from gradwire.collectives.calling import flat
+from gradwire.collectives import AllReduce, ReduceScatter, Request
+from gradwire.collectives.calling import begin, flat
 from gradwire.engine import Communicator, Outcome
 from gradwire.groups import communicator, release
 from gradwire.handles.backward import Backward
@@ -113,16 +113,13 @@ class Blobs:
         if self._comm is None:  # made on first use, when every rank makes its own
             self._comm = communicator(self._group)
         comm, calls, begun = self._comm, self._comm.backend_calls, time.perf_counter()
-        rank, size = comm.rank, comm.world_size
-        raw_bytes = times * request.values.nbytes * (size - 1) // size
-        spec = request.spec(request.verb, 0, size)
-        collective = prepare(calls, [spec], Options(), request.operation, result.device)
+        raw_bytes = times * request.values.nbytes * (comm.world_size - 1) // comm.world_size
         name = f"{self._group.group_name}/{request.verb}"
-        keys = rng.parameter_keys(self._models.settings.seed, name, rank)
-        item = request.item(spec, keys, next(self._steps), rank, size)
+        keys = rng.parameter_keys(self._models.settings.seed, name, comm.rank)
+        of = None, keys, next(self._steps)
+        running, found = begin(calls, request, request.verb, *of)
 
         def finish(outcome: Outcome) -> None:
-            found = request.result(spec, item, rank, size)
             if found.data_ptr() != result.data_ptr():
                 result.detach().copy_(found.view(result.shape))
             with self._lock:
@@ -131,7 +128,7 @@ class Blobs:
                 self._totals["raw_bytes"] += raw_bytes
                 self._totals["seconds"] += time.perf_counter() - begun
 
-        return FutureWork(comm, collective.start([item]), finish, [result], self._forgive)
+        return FutureWork(comm, running, finish, [result], self._forgive)
 
     def _forgive(self, work: FutureWork) -> None:
         """Raise the error of `work` at the end of the running backward pass."""

@@ -16,7 +16,7 @@ from gradwire.collectives.collective import prepare
 from gradwire.collectives.operation import OPS
 from gradwire.collectives.options import Options
 from gradwire.collectives.typed import Request
-from gradwire.engine import Communicator, Outcome
+from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.lang import Codec, rng
@@ -25,6 +25,7 @@ from gradwire.waiting import result_of
 Async = torch.futures.Future[torch.Tensor]
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
+_NO_KEYS = rng.Keys(0, 0)
 _COUNTED = 1 << 62  # steps from here on belong to calls without a given step
 
 
@@ -130,21 +131,36 @@ def communicator_of(
     return comm
 
 
-def begin(
+def called(
     comm: Communicator, request: Request, name: str, seed: int, step: int | None, options: Options
 ) -> tuple[Future[Outcome], torch.Tensor]:
+    """As `begin`, of a call by the user."""
+    keys = rng.parameter_keys(seed, name, comm.rank)
+    return begin(comm.calls, request, name, options, keys, step_of(comm, step))
+
+
+def begin(
+    owner: Owner,
+    request: Request,
+    name: str,
+    options: Options | None = None,
+    keys: rng.Keys = _NO_KEYS,
+    step: int = 0,
+) -> tuple[Future[Outcome], torch.Tensor]:
     """Start a single collective: (its future, this rank's result, valid once the future ends).
+
+    Args:
+        keys, step: of its random numbers, where its codec draws any.
 
     Raises:
         ConfigError: as `Collective`.
         TransportError: the group is broken.
     """
-    rank, world_size = comm.rank, comm.world_size
+    rank, world_size = owner.comm.rank, owner.comm.world_size
     request.check()
     spec = request.spec(name, 0, world_size)
-    collective = prepare(comm.calls, [spec], options, request.operation, request.values.device)
-    keys = rng.parameter_keys(seed, name, rank)
-    item = request.item(spec, keys, step_of(comm, step), rank, world_size)
+    collective = prepare(owner, [spec], options, request.operation, request.values.device)
+    item = request.item(spec, keys, step, rank, world_size)
     return collective.start([item]), request.result(spec, item, rank, world_size)
 
 

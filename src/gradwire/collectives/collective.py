@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -85,9 +85,14 @@ class Collective:
         """The name of its tag range."""
         return f"{self.issue.digest:x}"
 
-    @property
+    @cached_property
     def tells_all(self) -> bool:
-        """Whether its messages carry data from every rank to every other: all but broadcasts do."""
+        """Whether its messages carry data from every rank to every other: all but broadcasts do,
+        and reduce-scatters of which a rank gets nothing."""
+        if self.operation.verb == "reduce_scatter":
+            ranks = self.comm.world_size
+            shards = [[length for _, length, _ in spec.shards(ranks)] for spec in self.specs]
+            return all(map(any, zip(*shards, strict=True)))
         return self.operation.verb != "broadcast" and any(spec.numel for spec in self.specs)
 
     @property

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gradwire.collectives.calling import (
     Async,
     Op,
-    begin,
+    called,
     check_residual,
     check_seed,
     check_step,
@@ -129,7 +129,7 @@ def _in_place(
     check_seed(seed)
     chosen = options_of(options, algorithm)
     comm = communicator_of(function, group, async_op)
-    running, values = begin(comm, request, name, seed, step, chosen)
+    running, values = called(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:
         if values.data_ptr() != tensor.data_ptr():

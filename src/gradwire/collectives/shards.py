@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.collectives.calling import (
     Async,
     Op,
-    begin,
+    called,
     check_residual,
     check_seed,
     check_step,
@@ -83,7 +83,7 @@ def reduce_scatter(
         values = values.clone()  # sums of machines replace some of them
     wire = codec_of(reduce_scatter, codec, codec_options)
     request = ReduceScatter(values, op_of(op), residual=kept, home=home, codec=wire)
-    running, _ = begin(comm, request, name, seed, step, chosen)
+    running, _ = called(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:
         if home.data_ptr() != output.data_ptr():
@@ -133,7 +133,7 @@ def all_gather(
     values, own = _flat_home(output), flat(input)
     wire = codec_of(all_gather, codec, codec_options)
     request = AllGather(own, into=values, codec=wire)
-    running, _ = begin(comm, request, name, seed, step, chosen)
+    running, _ = called(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:
         if values.data_ptr() != output.data_ptr():

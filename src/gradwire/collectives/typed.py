@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -95,6 +96,14 @@ class Request:
     def item(self, spec: Spec, keys: rng.Keys, step: int, rank: int, world_size: int) -> Item:
         """The tensor's memory and keys on this rank."""
         return Item(self.values, keys, step, self.residual, self.home)
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """Of a reduction with `lengths`, what each rank gets of the values."""
+        starts = [rank * self.stride for rank in range(len(self.lengths))]
+        if not self.stride:
+            starts = [*accumulate(self.lengths, initial=0)]
+        return [self.values[at : at + n] for at, n in zip(starts, self.lengths, strict=False)]
 
     def result(self, spec: Spec, item: Item, rank: int, world_size: int) -> torch.Tensor:
         """This rank's result."""

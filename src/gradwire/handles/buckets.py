@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Attached, Observation, Rounds
-from gradwire.collectives import Collective, Item, Operation, prepare
-from gradwire.collectives.calling import future_on
-from gradwire.collectives.legal import uncompressed
+from gradwire.collectives import AllReduce, Collective
+from gradwire.collectives.calling import begin, future_on
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
 from gradwire.handles.backward import Backward
@@ -32,8 +31,6 @@ from gradwire.handles.reductions import Reductions, version_values
 from gradwire.handles.rehearsal import alike, rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.handles.torch_versions import values_of
-from gradwire.lang import rng
-from gradwire.partition import Spec
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
 from gradwire.waiting import result_of, until_set
@@ -154,11 +151,8 @@ class Buckets(Reductions):
     def _tell_version(self, device: torch.device) -> None:
         """Exchange plan versions at the end of a pass in stream order, where the host sees no
         headers."""
-        values, least = version_values(self._version, device), Operation("all_reduce", "min")
-        spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
-        collective = prepare(self.owner, [spec], None, least, device)
-        keys = rng.Keys(0, 0)  # nothing is drawn
-        self._word = values, collective.start([Item(values, keys, 0)])
+        least = AllReduce(version_values(self._version, device), "min")
+        self._word = least.values, begin(self.owner, least, "plan version")[0]
 
     def _give_up(self) -> None:
         """Complete the buckets that wait to be combined, without averaging them."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from gradwire.aggregators import Attached
-from gradwire.collectives import Item, Operation, prepare, retire, start_round
-from gradwire.collectives.legal import uncompressed
+from gradwire.collectives import AllReduce, Request, retire
+from gradwire.collectives.calling import begin
 from gradwire.engine import Outcome
 from gradwire.groups import communicator
 from gradwire.handles.changes import Changes
@@ -30,7 +30,6 @@ from gradwire.handles.sharded_plan import Trained, options_for
 from gradwire.handles.versions import Versions
 from gradwire.handles.weights import Weight, WeightGather
 from gradwire.lang import Codec, rng
-from gradwire.partition import Spec
 from gradwire.planner import Plan
 from gradwire.waiting import result_of
 
@@ -103,19 +102,11 @@ class GatheredWeights:
         record._all_gather_comm = gather
         return gather
 
-    def start(
-        self, spec: Spec, item: Item, operation: Operation, raw_bytes: int
-    ) -> Future[Outcome]:
+    def start(self, request: Request, name: str, raw_bytes: int) -> Future[Outcome]:
         """Start a collective that gathers weights, or prepares to; its future."""
         self._go_on()
-        options = options_for(operation, self._options)
-        collective = prepare(self.owner, [spec], options, operation, item.values.device)
-        collective.check([item])
-        ticket = self.owner.ticket()
-        try:
-            (ended,) = start_round(ticket, [(collective, [item])])
-        finally:
-            ticket.close()
+        options = options_for(request.operation, self._options)
+        ended, _ = begin(self.owner, request, name, options)
 
         def count(ended: Future[Outcome]) -> None:
             if ended.exception() is None:
@@ -219,10 +210,8 @@ class GatheredWeights:
 
     def _most(self, told: int, device: torch.device) -> int:
         """The largest of what ranks tell."""
-        most = Operation("all_reduce", "max")
         values = torch.tensor([told], dtype=torch.int32, device=device)
-        spec = Spec("changes of weights", 1, torch.int32, uncompressed(most, torch.int32))
-        ended = self.start(spec, Item(values, rng.Keys(0, 0), 0), most, 0)
+        ended = self.start(AllReduce(values, "max"), "changes of weights", 0)
         with self.owner.awaited():
             result_of(ended)
         return int(values.item())

@@ -78,16 +78,12 @@ class Sampler:
             if codec is None:
                 return
             fed, sent = gradient.float(), round_trip(codec, gradient, member)
+            own = slice(*observed.exact)
+            sent[own] = fed[own]
         else:
             return
-        self.add(member.name, fed, sent, residual)
-
-    def add(
-        self, name: str, fed: torch.Tensor, sent: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
-        """Sample a parameter: what this rank fed in, and what it sent of it; fp32 vectors."""
         kept = fed.new_zeros(1) if residual is None else residual
-        self._partial[name] = _norms(fed, sent, fed - sent, kept)
+        self._partial[member.name] = _norms(fed, sent, fed - sent, kept)
 
     @property
     def due(self) -> bool:

@@ -17,15 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FSDPReduceScatter
 
-from gradwire.aggregators import Aggregator, Attached, Compressed, ErrorFeedback
+from gradwire.aggregators import Attached
 from gradwire.aggregators.error_feedback import RESIDUAL
-from gradwire.collectives import AllReduce, Operation, ReduceScatter
-from gradwire.collectives.legal import FLOATS, uncompressed
+from gradwire.collectives import AllReduce, ReduceScatter, Request
+from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
-from gradwire.handles.fsdp import Groups, Piece, factor_of, scattered
-from gradwire.handles.metrics import Sampler, round_trip
-from gradwire.lang import Codec
-from gradwire.partition import Spec
+from gradwire.handles.fsdp import Piece, factor_of, scattered
 
 if TYPE_CHECKING:
     from gradwire.handles.scatters import Scatters
@@ -33,41 +30,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scattered:
-    """The layout of the last reduce-scatter of a group of parameters.
+    """What a reduce-scatter of a group of parameters has, equal on all ranks.
 
     Attributes:
         members: the parameters, in FSDP's order.
-        shards: per parameter, the number of values of each rank.
-        stride: values per rank, with padding.
+        pieces: their places in a rank's part.
+        stride: values of a rank's part, with padding.
+        op, algorithm: of the reduction.
+        dtype, device: of the gradients.
     """
 
     members: tuple[Attached, ...]
-    shards: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece, ...]
     stride: int
-    operation: Operation
+    op: str
+    algorithm: str
     dtype: torch.dtype
     device: torch.device
 
     @property
     def lengths(self) -> list[int]:
         """The number of values of each parameter, over all ranks."""
-        return [sum(lengths) for lengths in self.shards]
+        return [sum(piece.lengths) for piece in self.pieces]
 
-    @property
-    def reaches_all(self) -> bool:
-        """Whether every rank gets values from every other."""
-        return all(map(any, zip(*self.shards, strict=True)))
+    def reductions(self, parts: torch.Tensor, own: torch.Tensor, rank: int) -> list[Request]:
+        """Of the parameters' gradients.
 
-    def specs(self, aggregators: Mapping[str, Aggregator]) -> list[Spec]:
-        """Its description, equal on all ranks, with these aggregators by parameter."""
-        found = []
-        for member, lengths in zip(self.members, self.shards, strict=True):
-            aggregator = aggregators[member.name]
-            wire = codec_of(aggregator, self.dtype) or uncompressed(self.operation, self.dtype)
-            feedback = isinstance(aggregator, ErrorFeedback) and self.dtype in FLOATS
+        Args:
+            parts: a part for each rank, one after the other.
+            own: for this rank's sums.
+        """
+        found: list[Request] = []
+        for piece in self.pieces:
+            span = (len(piece.lengths) - 1) * self.stride + piece.lengths[-1]
+            values, home = parts[piece.at :][:span], own[piece.at :][: piece.lengths[rank]]
             found.append(
-                Spec(member.name, sum(lengths), self.dtype, wire, feedback, 0, lengths, self.stride)
-            )
+                ReduceScatter(
+                    values, self.op, piece.lengths, self.stride, None, home,
+                    algorithm=self.algorithm,
+                )
+            )  # fmt: skip
         return found
 
 
@@ -79,7 +81,7 @@ class Scatter(FSDPReduceScatter):
         members: the parameters, by FSDP's records.
 
     Attributes:
-        last: the layout of its last call.
+        last: what its last call had.
     """
 
     def __init__(self, of: Scatters, members: Mapping[Any, Attached]) -> None:
@@ -102,95 +104,30 @@ class Scatter(FSDPReduceScatter):
     ) -> dist.Work | None:
         """Reduce `input_tensor`, which has a part per rank, into `output_tensor`, this rank's."""
         of, (reduction, factor) = self.of, factor_of(op)
-        rank, ranks, owner = of.groups.shard, of.groups.shards, of.owner
-        stride, device = output_tensor.numel(), input_tensor.device
-        version = of.reduces(self)
-        pieces = scattered(input_tensor.numel(), ranks)
+        rank, ranks = of.groups.shard, of.groups.shards
+        of.reduces(self)
+        pieces = tuple(scattered(input_tensor.numel(), ranks))
+        members = tuple(_member(self.members, piece.parameter) for piece in pieces)
         what = self.last = Scattered(
-            tuple(_member(self.members, piece.parameter) for piece in pieces),
-            tuple(piece.lengths for piece in pieces),
-            stride,
-            Operation("reduce_scatter", reduction),
-            input_tensor.dtype,
-            device,
-        )
-        samples = []
-        specs = what.specs({member.name: member.aggregator for member in what.members})
-        items = []
-        for spec, piece, member in zip(specs, pieces, what.members, strict=True):
-            stretches = [
-                input_tensor[at * stride + piece.at :][:length]
-                for at, length in enumerate(piece.lengths)
-            ]
-            weights = [1.0] * ranks
-            if of.groups.of_replicas > 1:  # the own shard's owes to the scatter's result
-                weights[rank] = (ranks if reduction == "avg" else 1) / factor
-            member.add_owed(*stretches, weights=weights)
-            own = stretches[rank]
-            home = output_tensor[piece.at :][: piece.lengths[rank]]
-            residual = _residual(member, home, device, of.groups)
+            members, pieces, output_tensor.numel(), reduction, of.plan.options.algorithm,
+            input_tensor.dtype, input_tensor.device,
+        )  # fmt: skip
+        requests = what.reductions(input_tensor, output_tensor, rank)
+        weights = [1.0] * ranks
+        if of.groups.of_replicas > 1:  # the own shard's owes to the scatter's result
+            weights[rank] = (ranks if reduction == "avg" else 1) / factor
+        for request, piece, member in zip(requests, pieces, members, strict=True):
+            residual, shards = _residual(member, input_tensor, of), request.shards
+            member.add_owed(*shards, weights=weights)
             if residual is not None and of.groups.of_replicas == 1:
-                _pay(_own(residual, piece, rank), own)
-            home.copy_(own)
-            if of.sampler.running:
-                samples.append(Sample(member, piece, stretches, residual))
-            values = input_tensor[piece.at :][: (ranks - 1) * stride + piece.lengths[-1]]
-            request = ReduceScatter(
-                values, reduction, piece.lengths, stride, residual, home,
-                codec=codec_of(member.aggregator, values.dtype),
-            )  # fmt: skip
-            items.append(request.item(spec, member.keys, member.step, rank, ranks))
-            member.step += 1
-        raw_bytes = input_tensor.nbytes * (ranks - 1) // ranks
-        least = of.run(owner, specs, items, what.operation, raw_bytes, version)
-        for sample in samples:
-            sample.take(of.sampler, rank)
-        for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), stride], strict=True):
+                _pay(_own(residual, piece, rank), shards[rank])
+            _home(request).copy_(shards[rank])
+        of.scatter(members, requests, input_tensor)
+        for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), what.stride], strict=True):
             output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
-        if of.adaptation is not None and of.groups.of_replicas == 1:
-            for piece, member in zip(pieces, what.members, strict=True):
-                of.adaptation.add(member.name, output_tensor[piece.at :][: piece.lengths[rank]])
-        of.scattered(least, what.reaches_all, device)
         if factor != 1.0:
             output_tensor.mul_(factor)
         return None
-
-
-class Sample:
-    """A parameter's sample, for metrics, begun before its reduce-scatter.
-
-    Args:
-        stretches: its values for each rank.
-        residual: before.
-    """
-
-    def __init__(
-        self,
-        member: Attached,
-        piece: Piece,
-        stretches: Sequence[torch.Tensor],
-        residual: torch.Tensor | None,
-    ) -> None:
-        self.member = member
-        self.lengths = piece.lengths
-        self.gradient = torch.cat([part.view(-1) for part in stretches])
-        self.residual = residual
-        self.fed = self.gradient.float()
-        if residual is not None:
-            self.fed = self.fed + residual.view(-1)
-
-    def take(self, sampler: Sampler, rank: int) -> None:
-        """Called after the reduce-scatter, which has changed the residual."""
-        codec = codec_of(self.member.aggregator, self.gradient.dtype)
-        if codec is None:
-            return
-        if self.residual is not None:
-            sent = self.fed - self.residual.view(-1)
-        else:
-            sent = round_trip(codec, self.gradient, self.member)
-            own, whole = (v.split(list(self.lengths)) for v in (sent, self.fed))
-            own[rank].copy_(whole[rank])  # exact
-        sampler.add(self.member.name, self.fed, sent, self.residual)
 
 
 class Replicas(dist.ProcessGroup):
@@ -221,32 +158,20 @@ class Replicas(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce this rank's shards of all parameters, in place."""
         of, (values,), (reduction, factor) = self.of, tensors, factor_of(opts.reduceOp)
-        groups = of.groups
-        shard, shards = groups.shard, groups.shards
-        of_ranks = groups.replica, groups.of_replicas
+        shard, shards = of.groups.shard, of.groups.shards
         of.reduces(self)
-        specs, items = [], []
+        members: list[Attached] = []
+        requests: list[Request] = []
         for piece in scattered(values.numel() * shards, shards):
-            member, device = _member(self.members, piece.parameter), values.device
+            member = _member(self.members, piece.parameter)
             if not piece.lengths[shard]:
                 member.step += 1  # as on ranks that have values of it: steps stay equal
                 continue
-            residual = _residual(member, values, device, groups)
-            part = values[piece.at :][: piece.lengths[shard]]
-            request = AllReduce(
-                part, reduction, None if residual is None else _own(residual, piece, shard),
-                codec=codec_of(member.aggregator, values.dtype),
-            )  # fmt: skip
-            spec = request.spec(member.name, member.rotation, groups.of_replicas)
-            specs.append(spec)
-            items.append(request.item(spec, member.keys, member.step, *of_ranks))
-            member.step += 1
-        raw_bytes = 2 * values.nbytes * (groups.of_replicas - 1) // groups.of_replicas
-        operation = Operation("all_reduce", reduction)
-        of.between_replicas(specs, items, operation, raw_bytes, values.device)
-        if of.adaptation is not None:
-            for spec, item in zip(specs, items, strict=True):
-                of.adaptation.add(spec.name, item.values)
+            residual = _residual(member, values, of)
+            own = None if residual is None else _own(residual, piece, shard)
+            members.append(member)
+            requests.append(AllReduce(values[piece.at :][: piece.lengths[shard]], reduction, own))
+        of.between_replicas(members, requests, values)
         if factor != 1.0:
             values.mul_(factor)
         return Completed()
@@ -259,12 +184,6 @@ class Completed(dist.Work):
         return True
 
 
-def codec_of(aggregator: Aggregator, dtype: torch.dtype) -> Codec | None:
-    """The codec of a parameter that FSDP2 reduces in this dtype; None: uncompressed."""
-    inner = getattr(aggregator, "inner", aggregator)
-    return inner.codec if isinstance(inner, Compressed) and dtype in FLOATS else None
-
-
 def _member(members: Mapping[Any, Attached], parameter: Any) -> Attached:
     if parameter not in members:
         raise ConfigError(
@@ -274,12 +193,15 @@ def _member(members: Mapping[Any, Attached], parameter: Any) -> Attached:
     return members[parameter]
 
 
-def _residual(
-    member: Attached, values: torch.Tensor, device: torch.device, groups: Groups
-) -> torch.Tensor | None:
+def _residual(member: Attached, values: torch.Tensor, of: Scatters) -> torch.Tensor | None:
     """A parameter's residual, if its aggregator keeps one and its dtype can be compressed."""
-    state = member.context(values, device, groups.rank, groups.size).state
+    state = member.state_on(values.device, of.groups.rank, of.groups.size)
     return state.get(RESIDUAL) if values.dtype in FLOATS else None
+
+
+def _home(request: Request) -> torch.Tensor:
+    assert request.home is not None
+    return request.home
 
 
 def _own(residual: torch.Tensor, piece: Piece, rank: int) -> torch.Tensor:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradwire.aggregators import Attached
-from gradwire.collectives import Collective, Item, Operation, prepare, start_round
-from gradwire.collectives.legal import uncompressed
+from gradwire.aggregators import Attached, Observation, Rounds, rehearsed
+from gradwire.collectives import AllReduce, Collective, Options, Request
+from gradwire.collectives.calling import begin
 from gradwire.decide.scripts import DecidingRank
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
@@ -30,10 +31,8 @@ from gradwire.handles.reductions import Reductions, version_values
 from gradwire.handles.rehearsal import alike
 from gradwire.handles.scatter import Replicas, Scatter
 from gradwire.handles.sections import weights_section
-from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_plan, options_for
+from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_plan
 from gradwire.handles.summary import Expected, expected_scatter
-from gradwire.lang import rng
-from gradwire.partition import Spec
 from gradwire.planner import Learned, Plan, Rules, WeightRules
 from gradwire.planner.weights import all_in_blocks
 from gradwire.state.state import SavedJob, Sharding, StateSection
@@ -181,9 +180,8 @@ class Scatters(Reductions):
 
     # ---- passes
 
-    def reduces(self, reduction: object) -> int:
-        """Called as a reduction begins; returns the plan version that this rank offers in the
-        running pass.
+    def reduces(self, reduction: object) -> None:
+        """Called as a reduction begins.
 
         A pass of autograd's is one pass. Pipeline schedules reduce behind it, each group of
         parameters once: there a pass begins with the first that has reduced already.
@@ -200,44 +198,102 @@ class Scatters(Reductions):
             self._in_shards = self._version if alone else None
             self._told, self._tells = self._tells, False
         self._begun.add(id(reduction))
-        return self._version
 
-    def run(
+    def scatter(
+        self,
+        members: Sequence[Attached],
+        requests: Sequence[Request],
+        whole: torch.Tensor,
+    ) -> None:
+        """Replace this rank's shards of a group's gradients by their averages over its replica.
+
+        Args:
+            whole: the gradients, with padding.
+        """
+        ranks = self.groups.shards
+        raw_bytes = whole.nbytes * (ranks - 1) // ranks
+        of = self.owner, members, requests, self.plan.options, raw_bytes, self._version
+        least = self._run(*of, ends=self.groups.of_replicas == 1)
+        self._scattered(least, whole.device)
+
+    def between_replicas(
+        self, members: Sequence[Attached], requests: Sequence[Request], whole: torch.Tensor
+    ) -> None:
+        """Average this rank's shards of a group over the replicas; it may have no values in it.
+
+        Args:
+            whole: the shards, with padding.
+        """
+        offered, least = self._in_shards, None
+        if members:
+            ranks, options = self.groups.of_replicas, self.plan.options.through("sra")
+            raw_bytes = 2 * whole.nbytes * (ranks - 1) // ranks
+            least = self._run(self.replicas, members, requests, options, raw_bytes, offered or 0)
+        elif offered is not None and self._least is None:
+            least = self._ask(self.replicas, offered, whole.device)
+        if offered is not None:
+            self.know(least)
+
+    def _run(
         self,
         owner: Owner,
-        specs: Sequence[Spec],
-        items: Sequence[Item],
-        operation: Operation,
+        members: Sequence[Attached],
+        requests: Sequence[Request],
+        options: Options,
         raw_bytes: int,
-        version: int = 0,
-    ) -> int:
-        """Run a collective to its end; returns the least plan version that this rank received."""
+        version: int,
+        ends: bool = True,
+    ) -> int | None:
+        """Run a scope to its end; returns the least plan version, if all ranks have told it.
+
+        Args:
+            ends: whether its results are averages over all ranks.
+        """
         self._go_on()
         begun = time.perf_counter()
-        options = options_for(operation, self.switch.plan.options)
-        collective = prepare(owner, specs, options, operation, items[0].values.device)
-        collective.check(items)
-        ticket = owner.ticket(version)
-        try:
-            (ended,) = start_round(ticket, [(collective, items)])
-            with owner.awaited():
-                outcome: Outcome = result_of(ended)
-        finally:
-            ticket.close()
+        ended: Future[list[Outcome]] = Future()
+        gradients = [r.values if r.home is None else r.home for r in requests]
+        observed = self.sampler.running and owner is self.owner and self.groups.scatter is not None
+        observe = self._sampled if observed else None
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            ended.set_result(outcomes) if error is None else ended.set_exception(error)
+
+        scope = Rounds(
+            owner, members, gradients, options, done, observe, version, self.plan.version, requests
+        )
+        scope.start()
+        with owner.awaited():
+            outcomes = result_of(ended)
+        self._reduced(outcomes, begun, raw_bytes)
+        if ends and self.adaptation is not None:
+            for member, average in zip(members, gradients, strict=True):
+                self.adaptation.add(member.name, average)
+        return scope.least
+
+    def _reduced(self, outcomes: Sequence[Outcome], begun: float, raw_bytes: int = 0) -> None:
         if self.weights is not None:
             self.weights.changes.reduced()
-        waited = time.perf_counter() - begun
-        self.count(outcome, raw_bytes=raw_bytes, seconds=outcome.seconds, exposed_seconds=waited)
-        return ticket.version
+        waited, seconds = time.perf_counter() - begun, sum(one.seconds for one in outcomes)
+        self.count(*outcomes, raw_bytes=raw_bytes, seconds=seconds, exposed_seconds=waited)
+
+    def _sampled(self, observation: Observation) -> None:
+        self.sampler.observe(self.members[observation.name], observation)
+
+    def _reduce(self, owner: Owner, values: torch.Tensor, op: str, name: str) -> None:
+        """Reduce values that are no gradients over a process group, in place."""
+        self._go_on()
+        begun = time.perf_counter()
+        ended, _ = begin(owner, AllReduce(values, op), name)
+        with owner.awaited():
+            self._reduced([result_of(ended)], begun)
 
     def summed(self, values: torch.Tensor) -> None:
         """Replace fp32 values, on the CPU, by their sum over all ranks."""
-        add = Operation("all_reduce", "sum")
         (device, *_) = [s.last.device for s in self._scatters if s.last] or [values.device]
         on_device = values.to(device)
-        spec = Spec("levels", values.numel(), torch.float32, uncompressed(add, torch.float32))
         for owner in self.owners:
-            self.run(owner, [spec], [Item(on_device, rng.Keys(0, 0), 0)], add, 0)
+            self._reduce(owner, on_device, "sum", "levels")
         values.copy_(on_device)
 
     def _ended(self) -> None:
@@ -254,15 +310,11 @@ class Scatters(Reductions):
     # and an all-reduce between replicas the least of these. Whether a hop tells it is equal on all
     # ranks of its process group, and every rank knows the least in the same passes.
 
-    def scattered(self, least: int, reaches_all: bool, device: torch.device) -> None:
-        """A reduce-scatter has ended, in which this rank received `least`.
-
-        Args:
-            reaches_all: whether every rank gets a message from every other.
-        """
+    def _scattered(self, least: int | None, device: torch.device) -> None:
+        """A reduce-scatter has ended, in which all ranks have told the least version, or None."""
         known = self._in_shards
-        self._tells |= reaches_all
-        if not reaches_all:
+        self._tells |= least is not None
+        if least is None:
             if self._told or known is not None:
                 return
             least = self._ask(self.owner, self._version, device)  # no scatter tells: too few rows
@@ -270,26 +322,10 @@ class Scatters(Reductions):
         if self.groups.replicas is None:
             self.know(least)
 
-    def between_replicas(
-        self, specs: Sequence[Spec], items: Sequence[Item], operation: Operation, raw_bytes: int,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """Run an all-reduce between replicas; this rank may have no values in it."""
-        offered = self._in_shards
-        if specs:
-            least = self.run(self.replicas, specs, items, operation, raw_bytes, offered or 0)
-        elif offered is None or self._least is not None:
-            return
-        else:
-            least = self._ask(self.replicas, offered, device)
-        if offered is not None:
-            self.know(least)
-
     def _ask(self, owner: Owner, version: int, device: torch.device) -> int:
         """The least version that any rank of a process group offers."""
-        values, least = version_values(version, device), Operation("all_reduce", "min")
-        spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
-        self.run(owner, [spec], [Item(values, rng.Keys(0, 0), 0)], least, 0)
+        values = version_values(version, device)
+        self._reduce(owner, values, "min", "plan version")
         return int(values.item())
 
     # ---- plans
@@ -332,10 +368,18 @@ class Scatters(Reductions):
             self.owner, name, lambda: [s.last for s in self._scatters if s.last], self.switch.check
         )
         aggregators = {p.name: plan.levels.aggregator(p) for p in plan.parameters}
-        return [
-            prepare(self.owner, last.specs(aggregators), plan.options, last.operation, last.device)
-            for last in known
-        ]
+        prepared: list[Collective] = []
+        for last in known:
+            last = replace(last, algorithm=plan.options.algorithm)
+            parts = torch.zeros(
+                last.stride * self.groups.shards, dtype=last.dtype, device=last.device
+            )
+            own = parts.new_zeros(last.stride)
+            requests = last.reductions(parts, own, self.groups.shard)
+            members = [m.for_rehearsal(aggregators[m.name]) for m in last.members]
+            homes = [request.home for request in requests if request.home is not None]
+            prepared += rehearsed(self.owner, members, homes, plan.options, requests)
+        return prepared
 
     @property
     def place(self) -> DecidingRank:

@@ -41,7 +41,6 @@ from gradwire.handles.fsdp import (
     gathers_shards,
 )
 from gradwire.handles.payloads import Payloads, kernels_of
-from gradwire.handles.sharded_plan import GATHER
 from gradwire.lang import rng
 
 if TYPE_CHECKING:
@@ -241,10 +240,8 @@ class WeightGather(FSDPAllGather):
             self._new = False
             layout.withhold(payloads, rank, layout.unfit(values, rank))
         request = AllGather(layout.own(payloads, rank), lengths=layout.nbytes, into=payloads)
-        spec = request.spec("payloads of weights", 0, layout.ranks)
-        item = request.item(spec, rng.Keys(0, 0), 0, rank, layout.ranks)
         raw_bytes = own.nbytes * (layout.ranks - 1)
-        ended = self.of.start(spec, item, GATHER, raw_bytes)
+        ended = self.of.start(request, "payloads of weights", raw_bytes)
         return Sent(layout, payloads, own, looks), ended
 
     def _looks(self, layout: Payloads) -> bool:
