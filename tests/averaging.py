@@ -11,6 +11,7 @@ import torch
 
 from gradwire import Options
 from gradwire.aggregators import Aggregator, Attached, Observation, Rounds
+from gradwire.collectives import AllReduce
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.lang import rng
 from gradwire.partition import rotation
@@ -32,7 +33,10 @@ def started(
     def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
         ended.set_result(outcomes) if error is None else ended.set_exception(error)
 
-    Rounds(owner, members, gradients, options, done, observe).start()
+    before = [gradient.clone() for gradient in gradients]
+    for member, gradient in zip(members, gradients, strict=True):
+        member.add_owed(gradient)
+    Rounds(owner, members, [*map(AllReduce, gradients)], options, done, observe, before).start()
     return ended
 
 

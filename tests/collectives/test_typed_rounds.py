@@ -14,8 +14,7 @@ import torch
 from averaging import started
 from fifo import FifoHub
 from gradwire import QSGD, ConfigError, Options
-from gradwire.aggregators import Aggregator, Attached, Context, Steps
-from gradwire.aggregators.resolve import resolve
+from gradwire.aggregators import Aggregator, Attached, Context, Dense, Steps
 from gradwire.codecs import DGC
 from gradwire.collectives import (
     SUM,
@@ -212,7 +211,7 @@ def test_requests_in_two_levels_use_the_handles_machines() -> None:
     machines = Options(algorithm="hierarchical", nodes=(0, 0, 1), inside="full", between="grid")
     values = torch.zeros(6)
     found = [
-        resolve(request, "w", rng.parameter_keys(0, "w", 0), 0, 0, given, 3).route.options
+        Attached("w", (6,), Dense(), rng.parameter_keys(0, "w", 0)).resolve(request, 0, given, 3)
         for given in (machines, Options(coordinated=True))
         for request in (
             AllGather(values, algorithm="hierarchical"),
@@ -223,4 +222,4 @@ def test_requests_in_two_levels_use_the_handles_machines() -> None:
     plain = Options(algorithm="hierarchical")
     same = replace(plain, nodes=(0, 0, 1))
     expected = [same, replace(same, inside="full"), Options(), plain, plain, Options()]
-    assert found == expected
+    assert [resolved.route.options for resolved in found] == expected

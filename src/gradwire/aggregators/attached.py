@@ -9,8 +9,8 @@ import torch
 
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec
-from gradwire.aggregators.resolve import ResolvedRequest, resolve
-from gradwire.collectives import Options, Request
+from gradwire.aggregators.resolve import ResolvedRequest, route_of
+from gradwire.collectives import Options, Request, check_legal
 from gradwire.lang import rng
 
 OWED = "owed"  # a former residual, to be added to the next gradient
@@ -45,22 +45,14 @@ class Attached:
     _device: torch.device | None = None  # of its state
 
     def context(
-        self,
-        gradient: torch.Tensor,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        reduction: Request | None = None,
+        self, reduction: Request, device: torch.device, rank: int, world_size: int
     ) -> Context:
-        """The context of the step that begins, for a gradient on `device`.
-
-        Args:
-            reduction: see `Context`. If it has a residual, that is the state's.
-        """
+        """The context of the step that begins, for a gradient on `device`; a residual of
+        `reduction` is a part of the parameter's."""
         state = self.state_on(device, rank, world_size)
-        if reduction is not None and reduction.residual is not None:
+        if reduction.residual is not None:
             state = state | {RESIDUAL: reduction.residual}
-        of = self.name, self.shape, gradient, rank, world_size
+        of = self.name, self.shape, reduction.target, rank, world_size
         return Context(
             *of, self.step, state, self.keys, self, may_be_unused=self.may_be_unused,
             metrics=self.metrics, reduction=reduction,
@@ -162,6 +154,14 @@ class Attached:
             or known.given is not options
             or (known.codec is not request.codec and known.codec != request.codec)
         ):
-            of = self.name, self.keys, self.rotation
-            known = self._resolved[same] = resolve(request, *of, number, options, world_size)
+            request.check()
+            route = route_of(request.operation, options, request.algorithm, request.segments)
+            name, keys = f"{self.name} ({number + 1})" if number else self.name, self.keys
+            spec = request.spec(name, self.rotation, world_size)
+            check_legal(route.operation, spec, route.options, world_size)
+            if number:
+                more = number * rng.GOLDEN
+                keys = rng.Keys(rng.mix64(keys.own + more), rng.mix64(keys.shared + more))
+            known = ResolvedRequest(request.codec, options, route, spec, keys)
+            self._resolved[same] = known
         return known

@@ -69,12 +69,14 @@ class Encoded(Aggregator):
 
 
 def averaged(c: Context, codec: Codec | None, algorithm: str | None = None) -> Request:
-    """The collective that replaces a gradient by its average, with the residual, if there is one:
-    an all-reduce, or what FSDP2 does. There values that no codec takes travel uncompressed."""
-    request = c.reduction
-    if request is None:
-        return AllReduce(c.gradient, "avg", c.residual, codec=codec, algorithm=algorithm, of=c)
+    """The collective that replaces a gradient by its average, with the residual, if there is one.
+    Values that no codec takes travel uncompressed."""
+    request = c.reduction or AllReduce(c.gradient)
     request.of = c
+    if request.home is None:
+        request.values = c.gradient  # error feedback may have it in fp32
+    if algorithm is not None:
+        request.algorithm = algorithm
     if c.gradient.dtype in FLOATS:
         request.codec, request.residual = codec, c.residual  # type: ignore[misc]
     return request

@@ -46,8 +46,8 @@ def _find_fault(
         if not isinstance(value, torch.Tensor):
             return f"returned {kind(value)} as {what}", context.name
         numel, dtype = context.gradient.numel(), context.gradient.dtype
-        if what == "sent part":
-            numel = context.contribution().numel()
+        if what == "sent part" and context.reduction is not None:
+            numel = sum(context.reduction.lengths) or numel
         if value.numel() != numel or not value.is_floating_point():
             found = f"{what} of shape {tuple(value.shape)}, {value.dtype}"
             return f"returned {found}, for {numel} values of {dtype}", context.name

@@ -19,8 +19,7 @@ class Coroutine:
 
     Args:
         aggregator: the aggregator.
-        contexts: of the parameters.
-        gradients: of the parameters, replaced by the averages.
+        contexts: of the parameters, whose gradients are replaced by the averages.
 
     Attributes:
         requests: the collectives that it waits for.
@@ -28,15 +27,9 @@ class Coroutine:
         sent: this rank's contributions, if the aggregator returned them.
     """
 
-    def __init__(
-        self,
-        aggregator: Aggregator,
-        contexts: Sequence[Context],
-        gradients: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, aggregator: Aggregator, contexts: Sequence[Context]) -> None:
         self.aggregator = aggregator
         self.contexts = contexts
-        self.gradients = gradients
         self.requests: Sequence[Request] = ()
         self.results: list[torch.Tensor] = []
         self.sent: Sequence[torch.Tensor] | None = None
@@ -104,7 +97,7 @@ class Coroutine:
         averages: Any = ended
         if isinstance(ended, Averages):
             averages, self.sent = ended.averages, ended.sent
-        for gradient, average in zip(self.gradients, averages, strict=True):
+        for gradient, average in zip((c.gradient for c in self.contexts), averages, strict=True):
             if average.data_ptr() != gradient.data_ptr():
                 gradient.copy_(rounded(average.reshape(-1), None, gradient.dtype))
 

@@ -101,8 +101,10 @@ class ErrorFeedback(Aggregator):
         for c in contexts:
             c.residual = c.state[RESIDUAL]
             if c.observed:
-                wanted[c.name] = c.contribution().float() + c.residual
-            if c.gradient.dtype == torch.float16 and c.reduction is None:
+                given = c.gradient if c.reduction is None else c.reduction.contribution()
+                wanted[c.name] = given.float() + c.residual
+            of_shards = c.reduction and (c.reduction.lengths or c.reduction.residual is not None)
+            if c.gradient.dtype == torch.float16 and not of_shards:
                 before[c.name] = c.residual.clone()
                 c = replace(c, gradient=c.gradient.float())
             inside.append(c)

@@ -89,8 +89,9 @@ class Context:
         keys: of random numbers, for `generator`.
         metrics: scalars that the aggregator measures, by name, each a tensor of one value: for
             example the share of values that saturated. The newest replaces the one before it.
-        reduction: how FSDP2 averages: a reduce-scatter, of whose result `gradient` is this rank's
-            shard, or an all-reduce of `gradient` between replicas; None: as the aggregator does.
+        reduction: how the gradient is reduced if the aggregator leaves it as it is: by an
+            all-reduce, or, under FSDP2, a reduce-scatter, of whose result `gradient` is this rank's
+            shard; None: an all-reduce.
     """
 
     name: str
@@ -107,11 +108,6 @@ class Context:
     may_be_unused: bool = False
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     reduction: Request | None = None
-
-    def contribution(self) -> torch.Tensor:
-        """This rank's values: the gradient; under FSDP2, one vector of its values for each rank."""
-        shards = [] if self.reduction is None else self.reduction.shards
-        return torch.cat(shards) if shards else self.gradient
 
     def generator(self, shared: bool = True) -> torch.Generator:
         """A CPU generator seeded for this parameter and step; `shared`: equal on all ranks."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gradwire.collectives import Operation, Options, Request, check_legal
+from gradwire.collectives import Operation, Options
 from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The collective of a round that carries a request. Equal requests share one object."""
+    """The collective of a round that carries a request; equal ones are one object."""
 
     operation: Operation
     options: Options
@@ -37,49 +37,22 @@ class ResolvedRequest:
     keys: rng.Keys
 
 
-def resolve(
-    request: Request,
-    name: str,
-    keys: rng.Keys,
-    rotation: int,
-    number: int,
-    given: Options,
-    world_size: int,
-) -> ResolvedRequest:
-    """Resolve and check a request.
-
-    Args:
-        name, keys, rotation: of its parameter.
-        number: its index among the parameter's requests of the round.
-        given: the handle's options.
-
-    Raises:
-        ConfigError: a field of the request is invalid, or `check_legal` refuses it.
-    """
-    request.check()
-    route = _route(request.operation, given, request.algorithm, request.segments)
-    spec = request.spec(f"{name} ({number + 1})" if number else name, rotation, world_size)
-    check_legal(route.operation, spec, route.options, world_size)
-    if number:
-        more = number * rng.GOLDEN
-        keys = rng.Keys(rng.mix64(keys.own + more), rng.mix64(keys.shared + more))
-    return ResolvedRequest(request.codec, given, route, spec, keys)
+_one = lru_cache(maxsize=None)(Route)
 
 
 @lru_cache(maxsize=256)
-def _route(
+def route_of(
     operation: Operation, given: Options, algorithm: str | None, segments: int | None
 ) -> Route:
     """The request's own options, else the handle's. Collectives other than all_reduce use sra by
     default; in two levels, they use the handle's machines."""
     if segments is not None:
         given = replace(given, segments=segments)
-    if algorithm is None and operation.verb != "all_reduce":
-        algorithm = "sra"
-    if algorithm in (None, given.algorithm) and operation.op:
-        return Route(operation, given)
+    if operation.verb == "all_reduce" and algorithm in (None, given.algorithm):
+        return _one(operation, given)
+    if operation.op and algorithm == given.algorithm:
+        return _one(operation, replace(given, between=Options().between))
     options = given.through(algorithm or "sra")
     if algorithm == given.algorithm == "hierarchical" and operation.shards:
-        inside = given.inside if operation.op else options.inside
-        options = replace(options, nodes=given.nodes, inside=inside)
-    return Route(operation, options)
+        options = replace(options, nodes=given.nodes)
+    return _one(operation, options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,15 +24,7 @@ from gradwire.aggregators.contract import aggregator_error
 from gradwire.aggregators.coroutine import Coroutine
 from gradwire.aggregators.protocol import Aggregator, Observation
 from gradwire.aggregators.resolve import Route
-from gradwire.collectives import (
-    Collective,
-    Item,
-    Operation,
-    Options,
-    Request,
-    prepare,
-    start_round,
-)
+from gradwire.collectives import Collective, Item, Options, Request, prepare, start_round
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError
 from gradwire.partition import Spec
@@ -47,14 +39,15 @@ class Rounds:
     Args:
         owner: the scope's owner.
         members: its parameters.
-        gradients: of the parameters, 1-D and contiguous, replaced by the averages.
+        reductions: of the gradients, 1-D and contiguous, which averages replace; what is owed has
+            been added.
         options: defaults for collectives.
         done: called once, with the error or None, and the outcomes of the collectives; from an
             engine thread, or from `start`.
         observe: called with each parameter's average.
+        before: for `observe`, copies of this rank's gradients.
         version: of the newest plan that this rank can use; see `Owner.ticket`.
         plan: the version of the plan in force, for error messages.
-        reductions: how FSDP2 averages, see `Context`; what is owed has been added to the gradients.
 
     Raises:
         TransportError, ConfigError: the group is broken (see `Owner.ticket`); `done` is not called.
@@ -64,28 +57,28 @@ class Rounds:
         self,
         owner: Owner,
         members: Sequence[Attached],
-        gradients: Sequence[torch.Tensor],
+        reductions: Sequence[Request],
         options: Options,
         done: Done,
         observe: Observer | None = None,
+        before: Sequence[torch.Tensor] = (),
         version: int = 0,
         plan: int = 0,
-        reductions: Sequence[Request] = (),
     ) -> None:
         self.owner = owner
         self.ticket = owner.ticket(version)
         self.members = members
-        self.gradients = gradients
+        self.reductions = reductions
+        self.gradients = [reduction.target for reduction in reductions]
         self.options = options
         self.done = done
         self.observe = observe
         self.plan = plan
-        self.reductions = reductions
         self.begun = time.perf_counter()
         self.outcomes: list[Outcome] = []
         self.active: list[Coroutine] = []
         self._lock = threading.Lock()
-        self._before: list[torch.Tensor] = []  # what this rank contributes, for an observer
+        self._before = before
         self._observed: list[Coroutine] = []
         self._versions_known = False  # whether a collective has carried all ranks' plan versions
         self._left = 0  # collectives of the round that have not ended
@@ -95,20 +88,13 @@ class Rounds:
         """Run every coroutine to its first requests, and begin the first round."""
         rank, world_size = self.owner.comm.rank, self.owner.comm.world_size
         try:
-            if self.observe is not None:
-                shards = [r.shards for r in self.reductions] or [[] for _ in self.gradients]
-                both = zip(self.gradients, shards, strict=True)
-                self._before = [torch.cat(of) if of else own.clone() for own, of in both]
-            members, gradients = self.members, self.gradients
-            if not self.reductions:
-                for member, gradient in zip(members, gradients, strict=True):
-                    member.add_owed(gradient)
+            members, reductions = self.members, self.reductions
             if world_size == 1:  # the gradients are the averages
                 serving = [m.aggregator.serves_one_rank for m in members]
                 members = list(compress(members, serving))
-                gradients = list(compress(gradients, serving))
+                reductions = list(compress(reductions, serving))
             if members:
-                self.active = coroutines(members, gradients, self.reductions, rank, world_size)
+                self.active = coroutines(members, reductions, rank, world_size)
             if self.observe is not None:
                 self._observed = list(self.active)
                 for context in (c for coroutine in self.active for c in coroutine.contexts):
@@ -186,13 +172,12 @@ class Rounds:
             for context, part in zip(coroutine.contexts, coroutine.sent or (), strict=False)
         }
         rank = self.owner.comm.rank
-        exact = [(0, 0)] * len(self.members)
-        if self.reductions:
-            exact = [(sum(r.lengths[:rank]), sum(r.lengths[: rank + 1])) for r in self.reductions]
-        columns = zip(self.members, self._before, self.gradients, exact, strict=True)
-        for member, gradient, average, of in columns:
+        shards = [reduction.lengths for reduction in self.reductions]
+        columns = zip(self.members, self._before, self.gradients, shards, strict=True)
+        for member, gradient, average, lengths in columns:
+            exact = sum(lengths[:rank]), sum(lengths[: rank + 1])
             what = (member.name, member.step - 1, gradient, average, sent.get(member.name))
-            observe(Observation(*what, seconds, of))
+            observe(Observation(*what, seconds, exact))
 
 
 def _describe(aggregators: Sequence[Aggregator], plan: int) -> str:
@@ -200,24 +185,16 @@ def _describe(aggregators: Sequence[Aggregator], plan: int) -> str:
 
 
 def coroutines(
-    members: Sequence[Attached],
-    gradients: Sequence[torch.Tensor],
-    reductions: Sequence[Request],
-    rank: int,
-    world_size: int,
+    members: Sequence[Attached], reductions: Sequence[Request], rank: int, world_size: int
 ) -> list[Coroutine]:
     """One coroutine per aggregator, in the order of the aggregators' first parameters."""
     served: dict[int, list[int]] = {}  # id of an aggregator -> indices of its parameters
     for index, member in enumerate(members):
         served.setdefault(id(member.aggregator), []).append(index)
-    made, of = [], (gradients[0].device, rank, world_size)
+    made, of = [], (reductions[0].values.device, rank, world_size)
     for indices in served.values():
-        mine = [gradients[i] for i in indices]
-        contexts = [
-            members[i].context(gradients[i], *of, reductions[i] if reductions else None)
-            for i in indices
-        ]
-        made.append(Coroutine(members[indices[0]].aggregator, contexts, mine))
+        contexts = [members[i].context(reductions[i], *of) for i in indices]
+        made.append(Coroutine(members[indices[0]].aggregator, contexts))
     return made
 
 
@@ -235,7 +212,7 @@ def advance(
     """
     rank, world_size = owner.comm.rank, owner.comm.world_size
     asking = []
-    parts: dict[Route, _Part] = {}
+    parts: dict[Route, _Part] = {}  # equal routes are one object
     counts: dict[str, int] = {}  # requests of each parameter so far
     # Each round draws different random numbers.
     round_bits = number << 48
@@ -259,7 +236,7 @@ def advance(
                 part = parts[resolved.route] = _Part(resolved.route)
             part.specs.append(resolved.spec)
             part.items.append(item)
-    return asking, [part.prepared(owner) for part in _joined(parts.values())]
+    return asking, [part.prepared(owner) for part in parts.values()]
 
 
 @dataclass
@@ -275,23 +252,8 @@ class _Part:
         return prepare(owner, self.specs, route.options, route.operation, device), self.items
 
 
-def _joined(parts: Iterable[_Part]) -> list[_Part]:
-    """Merge parts of different requests that resolve to the same operation and options."""
-    joined: dict[tuple[Operation, Options], _Part] = {}
-    for part in parts:
-        known = joined.setdefault((part.route.operation, part.route.options), part)
-        if known is not part:
-            known.specs += part.specs
-            known.items += part.items
-    return list(joined.values())
-
-
 def rehearsed(
-    owner: Owner,
-    members: Sequence[Attached],
-    gradients: Sequence[torch.Tensor],
-    options: Options,
-    reductions: Sequence[Request] = (),
+    owner: Owner, members: Sequence[Attached], reductions: Sequence[Request], options: Options
 ) -> list[Collective]:
     """Prepare the collectives that a scope's rounds will run: coroutines go through their rounds,
     and nothing is sent.
@@ -301,8 +263,7 @@ def rehearsed(
     """
     found: list[Collective] = []
     if owner.comm.world_size > 1:
-        of = owner.comm.rank, owner.comm.world_size
-        active = coroutines(members, gradients, reductions, *of)
+        active = coroutines(members, reductions, owner.comm.rank, owner.comm.world_size)
         number = 0
         while active:
             active, parts = advance(owner, active, options, number)

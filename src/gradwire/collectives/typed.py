@@ -98,6 +98,15 @@ class Request:
         return Item(self.values, keys, step, self.residual, self.home)
 
     @property
+    def target(self) -> torch.Tensor:
+        """Of a reduction, where its result will be."""
+        return self.values if self.home is None else self.home
+
+    def contribution(self) -> torch.Tensor:
+        """Of a reduction, this rank's values, of all ranks' shards one after the other."""
+        return torch.cat(self.shards) if self.lengths else self.values
+
+    @property
     def shards(self) -> list[torch.Tensor]:
         """Of a reduction with `lengths`, what each rank gets of the values."""
         starts = [rank * self.stride for rank in range(len(self.lengths))]

@@ -167,6 +167,8 @@ class Buckets(Reductions):
         buckets = [self._pass[share.bucket] for share in shares]
         members: list[Attached] = []
         gradients: list[torch.Tensor] = []
+        before: list[torch.Tensor] = []
+        observe = self._observe if self.observers or self.sampler.running else None
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # (in the buffer, in order)
         for bucket, share in zip(buckets, shares, strict=True):
             bucket.unstarted -= 1
@@ -178,6 +180,9 @@ class Buckets(Reductions):
                 if in_memory is not None:
                     part = in_memory.reshape(-1)
                     copied.append((in_memory, part))
+                if observe is not None:
+                    before.append(part.clone())
+                content.members[place].add_owed(part)
                 gradients.append(part)
         within = self._expect(buckets)
         adaptation = self.adaptation  # of this pass
@@ -193,12 +198,11 @@ class Buckets(Reductions):
             self._ended(buckets, error, outcomes, sum(g.nbytes for g in gradients))
 
         try:
-            observed = self.observers or self.sampler.running
-            plan, observe = self.switch.plan, self._observe if observed else None
+            plan, reductions = self.switch.plan, [*map(AllReduce, gradients)]
+            of = self._version, plan.version
             rounds = Rounds(
-                self.owner, members, gradients, plan.options, done, observe, self._version,
-                plan.version,
-            )  # fmt: skip
+                self.owner, members, reductions, plan.options, done, observe, before, *of
+            )
         except Exception as error:
             self._ended(buckets, error, [], 0)  # otherwise a later backward would wait for these
         else:

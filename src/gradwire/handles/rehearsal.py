@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from gradwire.aggregators import Attached, rehearsed
-from gradwire.collectives import Collective
+from gradwire.collectives import AllReduce, Collective
 from gradwire.control import digest
 from gradwire.engine import Owner
 from gradwire.handles.coalescing import Coalescing, Split
@@ -89,12 +89,13 @@ def _step(
     for number, content in enumerate(contents):
         split = Split.of([aggregators[member.name] for member in content.members])
         for shares in coalescing.add(split, content.nbytes, number == len(contents) - 1):
-            scope, gradients = [], []
+            scope, reductions = [], []
             for share in shares:
                 of = contents[share.bucket]
                 for place in share.places:
                     member, numel = of.members[place], of.lengths[place]
                     scope.append(members[member.name].for_rehearsal(aggregators[member.name], step))
-                    gradients.append(torch.zeros(numel, dtype=of.dtype, device=of.device))
-            found += rehearsed(owner, scope, gradients, plan.options)
+                    zeros = torch.zeros(numel, dtype=of.dtype, device=of.device)
+                    reductions.append(AllReduce(zeros))
+            found += rehearsed(owner, scope, reductions, plan.options)
     return found

@@ -121,7 +121,7 @@ class Scatter(FSDPReduceScatter):
             member.add_owed(*shards, weights=weights)
             if residual is not None and of.groups.of_replicas == 1:
                 _pay(_own(residual, piece, rank), shards[rank])
-            _home(request).copy_(shards[rank])
+            request.target.copy_(shards[rank])
         of.scatter(members, requests, input_tensor)
         for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), what.stride], strict=True):
             output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
@@ -197,11 +197,6 @@ def _residual(member: Attached, values: torch.Tensor, of: Scatters) -> torch.Ten
     """A parameter's residual, if its aggregator keeps one and its dtype can be compressed."""
     state = member.state_on(values.device, of.groups.rank, of.groups.size)
     return state.get(RESIDUAL) if values.dtype in FLOATS else None
-
-
-def _home(request: Request) -> torch.Tensor:
-    assert request.home is not None
-    return request.home
 
 
 def _own(residual: torch.Tensor, piece: Piece, rank: int) -> torch.Tensor:

@@ -252,22 +252,21 @@ class Scatters(Reductions):
         self._go_on()
         begun = time.perf_counter()
         ended: Future[list[Outcome]] = Future()
-        gradients = [r.values if r.home is None else r.home for r in requests]
-        observed = self.sampler.running and owner is self.owner and self.groups.scatter is not None
-        observe = self._sampled if observed else None
+        observe, before = None, list[torch.Tensor]()
+        if self.sampler.running and owner is self.owner and self.groups.scatter is not None:
+            observe, before = self._sampled, [request.contribution() for request in requests]
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             ended.set_result(outcomes) if error is None else ended.set_exception(error)
 
-        scope = Rounds(
-            owner, members, gradients, options, done, observe, version, self.plan.version, requests
-        )
+        of = options, done, observe, before, version, self.plan.version
+        scope = Rounds(owner, members, requests, *of)
         scope.start()
         with owner.awaited():
             outcomes = result_of(ended)
         self._reduced(outcomes, begun, raw_bytes)
         if ends and self.adaptation is not None:
-            for member, average in zip(members, gradients, strict=True):
+            for member, average in zip(members, scope.gradients, strict=True):
                 self.adaptation.add(member.name, average)
         return scope.least
 
@@ -377,8 +376,7 @@ class Scatters(Reductions):
             own = parts.new_zeros(last.stride)
             requests = last.reductions(parts, own, self.groups.shard)
             members = [m.for_rehearsal(aggregators[m.name]) for m in last.members]
-            homes = [request.home for request in requests if request.home is not None]
-            prepared += rehearsed(self.owner, members, homes, plan.options, requests)
+            prepared += rehearsed(self.owner, members, requests, plan.options)
         return prepared
 
     @property

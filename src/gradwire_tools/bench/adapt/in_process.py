@@ -15,7 +15,7 @@ import torch
 from gradwire.aggregators import Aggregator, Attached, Rounds
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.aggregators.resolve import ResolvedRequest
-from gradwire.collectives import Options, Request
+from gradwire.collectives import AllReduce, Options, Request
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import TransportError
 from gradwire.lang import Codec, layout, rng
@@ -132,7 +132,8 @@ class InProcessRanks:
             else:
                 ended.set_result(sum(outcome.wire_bytes for outcome in outcomes))
 
-        Rounds(self._owners[rank], self.members[rank], flat, self._options, done).start()
+        reductions = [*map(AllReduce, flat)]
+        Rounds(self._owners[rank], self.members[rank], reductions, self._options, done).start()
         if not wait([ended], 2 * _TIMEOUT_S).done:
             raise TransportError(f"rank {rank} did not end within {2 * _TIMEOUT_S:.0f} s")
         return flat, ended.result()
