@@ -317,6 +317,7 @@ def groups_of_some_ranks(rank: int) -> None:
 
 def each_spelling_is_for_its_devices(rank: int) -> None:
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    dist.barrier()  # gloo fails on a rank that still connects to one that has left
     dist.destroy_process_group()
     for name in ("cpu:gradwire", "cpu:gradwire,cuda:gradwire", "GRADWIRE"):
         own = dist.PrefixStore(name, store)
