@@ -7,6 +7,7 @@ ranks that fail.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -21,6 +24,7 @@ from gradwire import groups
 from gradwire.engine import Communicator
 from products import one_in
 from ranks import all_pass, as_processes, caught
+from rooms.collectives import prepared
 
 pytestmark = pytest.mark.multiprocess
 
@@ -104,6 +108,34 @@ def training(rank: int) -> tuple[bool, dict[str, Any]]:
     return alike, stats
 
 
+def plans_of_shards(rank: int) -> list[int]:
+    """The plan of each pass of an FSDP2 module, where one rank is late with the next plan."""
+    mesh = DeviceMesh.from_group(ordered_group(), "cpu")
+    model = fully_shard(nn.Linear(300, 200), mesh=mesh)
+    handle = gw.attach(model, bits=4)
+
+    def passes(count: int) -> list[int]:
+        found = []
+        for _ in range(count):
+            model(torch.ones(4, 300)).square().mean().backward()
+            found.append(handle.plan.version)
+        return found
+
+    found, late = passes(2), threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(prepared.Prepared, "reserve", lambda self: late.wait())
+        update = handle.update(bits=8)
+        if rank == 0:
+            update.wait()
+        dist.barrier()
+        found += passes(3)
+        late.set()
+        update.wait()
+    dist.barrier()
+    return found + passes(3)
+
+
 def dropped_in(rank: int) -> bool:
     """Whether DDP's buckets are averaged over a group of the backend gradwire that is in order."""
     groups.keeps_order = lambda group, device: True
@@ -115,6 +147,13 @@ def dropped_in(rank: int) -> bool:
     assert groups.communicator().stream(torch.device("cpu")) is not None
     (weight,) = model.parameters()
     return torch.allclose(weight.grad, torch.full((200, 300), 1.5))
+
+
+def test_ranks_change_the_plan_of_shards_together() -> None:
+    first, second = as_processes(2, plans_of_shards)
+    assert first == second
+    assert first[:5] == [0] * 5
+    assert first[-1] == 1
 
 
 def test_the_backend_goes_in_order_where_its_group_does() -> None:

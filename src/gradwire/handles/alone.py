@@ -58,7 +58,8 @@ class Alone(Reductions):
         self._backward.watch(model)
 
     def _passed(self) -> None:
-        self.begin(self._version)
+        self._least = self._version
+        self.begin()
         for member in self.members.values():
             member.step += 1
 

@@ -6,7 +6,6 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Attached, Observation, Rounds
 from gradwire.collectives import AllReduce, Collective
-from gradwire.collectives.calling import begin, future_on
+from gradwire.collectives.calling import future_on
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
 from gradwire.handles.backward import Backward
@@ -27,13 +26,13 @@ from gradwire.handles.hook import HookState
 from gradwire.handles.memory_order import as_in_memory
 from gradwire.handles.momentum import MomentumGuard
 from gradwire.handles.oversights import Oversights
-from gradwire.handles.reductions import Reductions, version_values
+from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import alike, rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.handles.torch_versions import values_of
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
-from gradwire.waiting import result_of, until_set
+from gradwire.waiting import until_set
 
 
 class Buckets(Reductions):
@@ -78,7 +77,6 @@ class Buckets(Reductions):
         self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
         self._coalescing = Coalescing(0)
         self._pass: list[Bucket] = []  # the buckets of this pass, in order
-        self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
         self._pending: list[Bucket] = []
         self._then: Callable[[], None] | None = None
         self._begun: float | None = None  # when the running pass did
@@ -109,7 +107,7 @@ class Buckets(Reductions):
             self._start(shares)
         if is_last:
             if self._comm.stream(buffer.device) is not None:
-                self._tell_version(buffer.device)
+                self.tell_version(buffer.device)
             self._arrived.clear()
             self.known = [one.content for one in self._pass]
         return ready.future
@@ -128,31 +126,14 @@ class Buckets(Reductions):
         return len(self._arrived) == len(self.members)
 
     def _begin_pass(self) -> None:
-        """Begin a pass, after all collectives of the previous one have ended. The newest plan that
-        all ranks have prepared comes into force."""
         self._begun = time.perf_counter()
         before = self.switch.plan
-        self.begin(self._agreed(), self.span)
-        self._word = None
+        self.begin(self.span)
         if self.switch.plan is not before:
             for content in self._contents.values():
                 content.split = Split.of([m.aggregator for m in content.members])
         self._coalescing = Coalescing(self.switch.plan.coalesce_bytes)
         self._pass = []
-
-    def _agreed(self) -> int | None:
-        """The least version that any rank offered in the previous pass, if known."""
-        if self._word is not None and self._version > self.switch.plan.version:
-            values, running = self._word  # on a device: the host waits for its stream
-            result_of(running)
-            return int(values.item())
-        return self._least
-
-    def _tell_version(self, device: torch.device) -> None:
-        """Exchange plan versions at the end of a pass in stream order, where the host sees no
-        headers."""
-        least = AllReduce(version_values(self._version, device), "min")
-        self._word = least.values, begin(self.owner, least, "plan version")[0]
 
     def _give_up(self) -> None:
         """Complete the buckets that wait to be combined, without averaging them."""

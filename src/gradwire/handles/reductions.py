@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gradwire.aggregators import Attached, Observation
-from gradwire.collectives import Collective, Options, retire
-from gradwire.collectives.calling import options_of
+from gradwire.collectives import AllReduce, Collective, Options, retire
+from gradwire.collectives.calling import begin, options_of
 from gradwire.decide.scripts import DecidingRank, Make, Runner
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
@@ -26,6 +27,7 @@ from gradwire.handles.summary import Expected
 from gradwire.handles.switch import Switch
 from gradwire.planner import Plan, Rules
 from gradwire.state.state import UNSHARDED, StateSection
+from gradwire.waiting import result_of
 
 if TYPE_CHECKING:
     from gradwire.controllers import Policy
@@ -80,6 +82,8 @@ class Reductions:
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0) | dict.fromkeys(_SECONDS, 0.0)
         self._version = plan.version  # that this rank offers in the running pass
         self._least: int | None = None  # the least version that any rank offers, if known
+        # In stream order, of the running pass: that version, on a device once a collective ends.
+        self._word: tuple[torch.Tensor, Future[Outcome]] | None = None
 
     @property
     def owner(self) -> Owner:
@@ -126,13 +130,14 @@ class Reductions:
             for name, number in more.items():
                 self._totals[name] += number
 
-    def begin(self, least: int | None, span: float | None = None) -> None:
-        """Begin a pass, after all collectives of the previous one have ended.
+    def begin(self, span: float | None = None) -> None:
+        """Begin a pass, after all collectives of the previous one have ended. The newest plan that
+        all ranks have prepared comes into force.
 
         Args:
-            least: the least plan version that any rank offered in the previous pass; None: unknown.
             span: seconds that the previous pass took, if known.
         """
+        least = self._agreed()
         window = None if self.adaptation is None else self.adaptation.ended()
         self.runner.begin(self.switch.plan.version, span, window)
         if self.adaptation is not None:
@@ -141,10 +146,27 @@ class Reductions:
         self.sampler.begin(self.steps)
         before = self.switch.plan
         self._version = self.switch.begin(before.version if least is None else least)
-        self._least = None
+        self._least = self._word = None
         if self.switch.plan is not before:
             self.adopt()
             self.owner.comm.in_flight.mark(f"adopt: plan {self.switch.plan.version}")
+
+    def _agreed(self) -> int | None:
+        """The least version that any rank offered in the previous pass, if known."""
+        if self._word is not None and self._version > self.switch.plan.version:
+            values, told = self._word
+            result_of(told)
+            return int(values.item())  # the host waits for its stream
+        return self._least
+
+    def tell_version(self, device: torch.device) -> None:
+        """Exchange plan versions in a pass in stream order, where the host sees no headers; without
+        waiting."""
+        values = torch.tensor([self._version], dtype=torch.int32, device=device)
+        for owner in self.owners:
+            if self._word is not None:
+                result_of(self._word[1])  # the stream waits
+            self._word = values, begin(owner, AllReduce(values, "min"), "plan version")[0]
 
     def know(self, least: int | None) -> None:
         """Note the least version that any rank offers in this pass, as messages had it."""
@@ -359,8 +381,3 @@ def with_options(plan: Plan, options: Options | None, algorithm: str | None) -> 
     if options is None and algorithm is not None and algorithm != before.algorithm:
         return replace(plan, options=before.through(algorithm))
     return replace(plan, options=options_of(options or before, algorithm))
-
-
-def version_values(version: int, device: torch.device) -> torch.Tensor:
-    """A plan version, to be reduced to the least of all ranks."""
-    return torch.tensor([version], dtype=torch.int32, device=device)

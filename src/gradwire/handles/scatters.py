@@ -27,7 +27,7 @@ from gradwire.groups import communicator
 from gradwire.handles.backward import Backward, Forward, running
 from gradwire.handles.gathered import NO_STATS, GatheredWeights
 from gradwire.handles.learning import learned, wanted
-from gradwire.handles.reductions import Reductions, version_values
+from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import alike
 from gradwire.handles.scatter import Replicas, Scatter
 from gradwire.handles.sections import weights_section
@@ -192,7 +192,7 @@ class Scatters(Reductions):
         if now != self._pass or again:
             self._pass = now
             self._begun.clear()
-            self.begin(self._least)
+            self.begin()
             # FSDP2 scatters nothing to a single shard.
             alone = self.groups.scatter is None or self.groups.shards == 1
             self._in_shards = self._version if alone else None
@@ -229,7 +229,7 @@ class Scatters(Reductions):
             ranks, options = self.groups.of_replicas, self.plan.options.through("sra")
             raw_bytes = 2 * whole.nbytes * (ranks - 1) // ranks
             least = self._run(self.replicas, members, requests, options, raw_bytes, offered or 0)
-        elif offered is not None and self._least is None:
+        elif offered is not None and self._least is None and self._word is None:
             least = self._ask(self.replicas, offered, whole.device)
         if offered is not None:
             self.know(least)
@@ -265,6 +265,9 @@ class Scatters(Reductions):
         with owner.awaited():
             outcomes = result_of(ended)
         self._reduced(outcomes, begun, raw_bytes)
+        device = requests[0].values.device
+        if self._word is None and owner.comm.stream(device) is not None:
+            self.tell_version(device)
         if ends and self.adaptation is not None:
             for member, average in zip(members, scope.gradients, strict=True):
                 self.adaptation.add(member.name, average)
@@ -297,7 +300,8 @@ class Scatters(Reductions):
 
     def _ended(self) -> None:
         if self.ranks == 1:  # FSDP2 reduces nothing, and this is all of a pass
-            self.begin(self._version)
+            self._least = self._version
+            self.begin()
 
     def _reduces(self, module: torch.nn.Module) -> bool:
         """Whether a backward of the module reduces gradients, by FSDP2's equivalent of no_sync."""
@@ -311,6 +315,8 @@ class Scatters(Reductions):
 
     def _scattered(self, least: int | None, device: torch.device) -> None:
         """A reduce-scatter has ended, in which all ranks have told the least version, or None."""
+        if self._word is not None:
+            return
         known = self._in_shards
         self._tells |= least is not None
         if least is None:
@@ -323,7 +329,7 @@ class Scatters(Reductions):
 
     def _ask(self, owner: Owner, version: int, device: torch.device) -> int:
         """The least version that any rank of a process group offers."""
-        values = version_values(version, device)
+        values = torch.tensor([version], dtype=torch.int32, device=device)
         self._reduce(owner, values, "min", "plan version")
         return int(values.item())
 
