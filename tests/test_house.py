@@ -39,7 +39,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "codecs":         ( 1677, 21,  0, "errors lang"),
     "control":        ( 1852, 13,  2, "errors"),
     "transport":      ( 2094, 31,  2, "errors lang"),
-    "engine":         ( 3453, 41,  9, "errors control transport"),
+    "engine":         ( 3452, 41,  9, "errors control transport"),
     "algorithms":     ( 1826, 12,  0, "errors engine"),
     "partition":      (  288,  2,  0, "errors lang codecs engine"),
     "groups":         (  138,  0,  0, "errors transport engine"),

@@ -22,7 +22,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +100,7 @@ def write_header(
     _HEADER.pack_into(message.numpy().data, 0, *_fields(envelope, length, checksum, version))
 
 
-def _fields(e: Envelope, length: int, checksum: int, version: int) -> tuple[Any, ...]:
+def _fields(e: Envelope, length: int, checksum: int, version: int) -> tuple[object, ...]:
     """The values of a header."""
     kind = MAGIC, VERSION, CHECKSUM if e.checksum else 0
     call = e.plan, e.sequence & _LOW, e.call
