@@ -37,7 +37,7 @@ def on(function: Callable[..., object], *given: Any, **how: Any) -> Call:
 
 def asks(made: Callable[..., Request], *given: Any, **how: Any) -> Call:
     """A request of an aggregator's."""
-    return lambda comm: begin(comm, made(*given, **how), "w", 0, None, Options())[0].result(20)
+    return lambda comm: begin(comm.calls, made(*given, **how), "w", Options())[0].result(20)
 
 
 def options(**how: Any) -> Call:
@@ -256,7 +256,7 @@ def broadcasts(root: int, **how: Any) -> Call:
 def scatters(lengths: tuple[int, ...]) -> Call:
     lengths += (0,)
     return lambda comm: begin(
-        comm, ReduceScatter(X(4), lengths=lengths[: comm.world_size]), "w", 0, 0, Options()
+        comm.calls, ReduceScatter(X(4), lengths=lengths[: comm.world_size]), "w", Options()
     )[0].result(30)
 
 

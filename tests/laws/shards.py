@@ -9,6 +9,7 @@ import torch
 from gradwire import Options
 from gradwire.collectives import Request, prepare
 from gradwire.engine import Communicator
+from gradwire.lang import rng
 from rooms.collectives import begin
 
 # the machine of each of n ranks
@@ -64,7 +65,8 @@ def spread(whole: torch.Tensor, lengths: tuple[int, ...], stride: int, fill: flo
 
 def run(comm: Communicator, request: Request, options: Options) -> torch.Tensor:
     """The result of a single collective on this rank; checks law 5."""
-    running, result = begin(comm, request, "w", 0, 7, options)
+    keys = rng.parameter_keys(0, "w", comm.rank)
+    running, result = begin(comm.calls, request, "w", options, keys, 7)
     sent = running.result(60).wire_bytes
     spec = request.spec("w", 0, comm.world_size)
     prepared = prepare(comm.calls, [spec], options, request.operation).prepared

@@ -1,13 +1,18 @@
 """Typed collectives on compressed tensors: choose an algorithm, build its graph, run it."""
 
 from gradwire.collectives.collective import Collective, prepare, retire, start_round
-from gradwire.collectives.functional import all_reduce, broadcast
+from gradwire.collectives.functional import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    load_state_dict,
+    reduce_scatter,
+    state_dict,
+)
 from gradwire.collectives.job import Item
 from gradwire.collectives.legal import check_defined, check_feedback, check_legal
 from gradwire.collectives.operation import AVERAGE, SUM, Operation
 from gradwire.collectives.options import Options
-from gradwire.collectives.resumed import load_state_dict, state_dict
-from gradwire.collectives.shards import all_gather, reduce_scatter
 from gradwire.collectives.typed import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""Shared parts of the public functions: checks of arguments, the call, and its result."""
+"""Parts that the public functions share with handles: checks of arguments, and `begin`."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,17 +15,14 @@ from gradwire.collectives.collective import prepare
 from gradwire.collectives.operation import OPS
 from gradwire.collectives.options import Options
 from gradwire.collectives.typed import Request
-from gradwire.engine import Communicator, Outcome, Owner
+from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, check_keywords
-from gradwire.groups import communicator
 from gradwire.lang import Codec, rng
-from gradwire.waiting import result_of
 
 Async = torch.futures.Future[torch.Tensor]
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _NO_KEYS = rng.Keys(0, 0)
-_COUNTED = 1 << 62  # steps from here on belong to calls without a given step
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -43,18 +39,6 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its values, 1-D and contiguous: its own memory, or a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def check_step(step: int | None) -> None:
-    """Raise ConfigError unless `step` is None or an integer in range."""
-    if step is not None and (type(step) is not int or not 0 <= step < _COUNTED):
-        raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more, or None")
-
-
-def step_of(comm: Communicator, step: int | None) -> int:
-    """The given step; without one, a number that is unique in the group, and the same on all ranks,
-    since they make the same calls."""
-    return _COUNTED | comm.count() if step is None else step
 
 
 def op_of(op: Op) -> str:
@@ -75,17 +59,19 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"seed={seed!r:.60}: give an integer that is not negative, below 2^64")
 
 
-def check_residual(residual: torch.Tensor | None, numel: int) -> None:
-    """Raise ConfigError unless `residual` is None, or fp32, contiguous, with `numel` values."""
-    if not (residual is None or isinstance(residual, torch.Tensor)):
+def flat_residual(residual: torch.Tensor | None, numel: int) -> torch.Tensor | None:
+    """A residual, 1-D. Raises ConfigError unless it is None, or fp32, contiguous, with `numel`
+    values."""
+    if residual is None:
+        return None
+    if not isinstance(residual, torch.Tensor):
         raise ConfigError(f"residual: a torch.Tensor or None, not {type(residual).__name__}")
-    if residual is not None and (
-        residual.numel() != numel or residual.dtype != torch.float32 or not residual.is_contiguous()
-    ):
+    found = residual.numel(), residual.dtype
+    if found != (numel, torch.float32) or not residual.is_contiguous():
         raise ConfigError(
-            f"residual: {residual.numel()} x {residual.dtype}; it must hold "
-            f"{numel} x torch.float32, contiguous"
+            f"residual: {found[0]} x {found[1]}; it must hold {numel} x torch.float32, contiguous"
         )
+    return residual.view(-1)
 
 
 def options_of(options: Options | None, algorithm: str | None) -> Options:
@@ -112,31 +98,6 @@ def codec_of(
             f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"
         )
     return None if codec is None else codecs.get(codec, **codec_options)
-
-
-def communicator_of(
-    function: str, group: dist.ProcessGroup | Communicator | None, async_op: bool
-) -> Communicator:
-    """The group's communicator.
-
-    Raises:
-        ConfigError: no such group, or the call would wait on the thread that must do the work.
-    """
-    comm = group if isinstance(group, Communicator) else communicator(group)
-    if not async_op and comm.workers.owns(threading.current_thread()):
-        raise ConfigError(
-            f"{function} was called in a callback on gradwire's own thread, where waiting would "
-            "deadlock: use async_op=True"
-        )
-    return comm
-
-
-def called(
-    comm: Communicator, request: Request, name: str, seed: int, step: int | None, options: Options
-) -> tuple[Future[Outcome], torch.Tensor]:
-    """As `begin`, of a call by the user."""
-    keys = rng.parameter_keys(seed, name, comm.rank)
-    return begin(comm.calls, request, name, options, keys, step_of(comm, step))
 
 
 def begin(
@@ -168,31 +129,3 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
     """A future for tensors on `device`. Waiting for it makes the caller's stream wait for the work
     on the stream that is current when the result is set."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-
-
-def deliver(
-    comm: Communicator,
-    running: Future[Outcome],
-    finish: Callable[[], torch.Tensor],
-    async_op: bool,
-    device: torch.device,
-) -> Async | None:
-    """Wait for `running` and finish; or, if `async_op`, return a future of `finish`'s result."""
-    if not async_op:
-        with comm.calls.awaited():
-            result_of(running)
-        finish()
-        return None
-    result: Async = future_on(device)
-
-    def ended(outcome: Future[Outcome]) -> None:
-        try:
-            outcome.result()
-            finished = finish()
-        except BaseException as error:
-            result.set_exception(error)  # type: ignore[arg-type]
-        else:
-            result.set_result(finished)
-
-    running.add_done_callback(ended)
-    return result

@@ -13,8 +13,7 @@ from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
 from gradwire.collectives.packed_messages import packed
 from gradwire.engine import Communicator, Kind
-from gradwire.engine.headers import Headers
-from gradwire.engine.message import Envelope
+from gradwire.engine.message import Envelope, Headers
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, KernelCall, Series, kernels, layout
 from gradwire.lang.kernels import Kernels
