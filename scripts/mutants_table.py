@@ -491,8 +491,8 @@ MUTANTS = (
     Mutant(
         "fsdp2_takes_another_shard", "the own shard gets another rank's values",
         "gradwire/handles/scatter.py",
-        "own = stretches[rank]",
-        "own = stretches[rank - 1]",
+        "request.target.copy_(shards[rank])",
+        "request.target.copy_(shards[rank - 1])",
         ("tests/multiprocess/test_sharded.py",),
     ),
     Mutant(
@@ -555,9 +555,9 @@ MUTANTS = (
     # Policies and the planner.
     Mutant(
         "hsdp_policy_sees_one_replica", "replicas plan from averages that differ",
-        "gradwire/handles/scatter.py",
-        "if of.adaptation is not None and of.groups.of_replicas == 1:",
-        "if of.adaptation is not None:",
+        "gradwire/handles/scatters.py",
+        "least = self._run(*of, ends=self.groups.of_replicas == 1)",
+        "least = self._run(*of)",
         ("tests/multiprocess/test_sharded_replicas.py",),
     ),
     Mutant(
