@@ -23,15 +23,14 @@ whole model in the dtype in which it is gathered, on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGather
 
 from gradwire.codecs import Identity
+from gradwire.handles.fsdp import Piece, gathered
 from gradwire.handles.payloads import Payloads
 from gradwire.handles.weights import OLD, Weight, WeightGather
 
@@ -47,14 +46,11 @@ class DifferenceGather(WeightGather):
         loaded: this rank's parts of a saved reference, by parameter, until the next gather.
     """
 
-    def __init__(
-        self, of: GatheredWeights, record: Any, weights: Sequence[Weight], before: FSDPAllGather
-    ) -> None:
-        super().__init__(of, record, weights, before)
+    def __init__(self, of: GatheredWeights, record: Any, weights: Sequence[Weight]) -> None:
+        super().__init__(of, record, weights)
         self.reference: torch.Tensor | None = None
         self.loaded: list[torch.Tensor] | None = None
         self._finite: torch.Tensor | None = None  # bool[]
-        self._whole: Payloads | None = None
         self._ready: torch.cuda.Event | None = None  # the reference is, on a GPU
 
     def gather(self, every: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
@@ -66,75 +62,58 @@ class DifferenceGather(WeightGather):
         if reference is not None and self.version >= needed:
             every.copy_(reference)
             return None
-        layout = self._layout(own)
         if reference is not None and not bool(self._finite):
-            self._leave_out(self._lost(reference, layout))
-            layout = self._layout(own)
+            self._leave_out_lost(reference.view(self.of.shards, -1))
         self.version = self.of.changes.version
+        layout, values = self._layout(own), own
         sampled = self._sample(layout, own)
         if reference is None:
-            layout, values = self._as_they_are(own), own
+            layout = self._as_they_are(own)
         else:
-            values = self._difference(own, reference, layout)
-        sent, ended = self._send(layout, values, self._keys(False), own)
+            with torch.inference_mode():  # in which it was decoded
+                by_rank = reference.view(self.of.shards, -1)
+                for weight, piece in zip(self.weights, layout.pieces, strict=True):
+                    if _plain(weight):  # it is sent as it is
+                        by_rank[:, piece.at : piece.end] = 0.0
+                values = own - by_rank[self.of.shard]
 
-        def add() -> None:
-            layout.decode(sent.payloads, every)
-            self._add(every, reference, layout)
-            if sampled is not None:
-                sampled(every)
+        def add(every: torch.Tensor) -> None:
+            if reference is None:
+                self._refer_to(every.clone())
+            else:
+                every += reference
+                self._refer_to(reference.copy_(every))
+            sampled(every)
 
-        return self._decoding(sent, ended, add, every)
+        return self._start(layout, values, self._keys(False), own, every, add)
 
-    def _difference(
-        self, own: torch.Tensor, reference: torch.Tensor, layout: Payloads
-    ) -> torch.Tensor:
-        """What is encoded: differences, and what is gathered uncompressed as it is."""
-        difference = own - reference.view(layout.ranks, -1)[self.of.shard]
-        for first, end in self._uncompressed(layout):
-            difference[first:end] = own[first:end]
-        return difference
+    def _refer_to(self, reference: torch.Tensor) -> None:
+        self.reference = reference
+        self._finite = torch.isfinite(torch.stack(torch.aminmax(reference))).all()
+        if reference.is_cuda:
+            self._ready = torch.cuda.current_stream(reference.device).record_event()
 
-    def _add(self, every: torch.Tensor, reference: torch.Tensor | None, layout: Payloads) -> None:
-        """Replace decoded differences by the new reference."""
-        if reference is None:
-            self.reference = reference = every.clone()
-        else:
-            by_rank = reference.view(layout.ranks, -1)
-            for first, end in self._uncompressed(layout):
-                by_rank[:, first:end] = 0.0
-            reference += every
-            every.copy_(reference)
-        self._finite = torch.isfinite(torch.stack(torch.aminmax(every))).all()
-        if every.device.type == "cuda":
-            self._ready = torch.cuda.current_stream(every.device).record_event()
-
-    def _lost(self, reference: torch.Tensor, layout: Payloads) -> list[int]:
-        """The parameters to which no difference is finite any more: the same on all ranks, since
-        they decode the same bits."""
-        by_rank = reference.view(layout.ranks, -1)
-        coded = [at for at, weight in enumerate(self.weights) if not _plain(weight)]
-        ends = [(layout.pieces[at].at, layout.ends[at]) for at in coded]
-        finite = [torch.isfinite(by_rank[:, first:end]).all() for first, end in ends]
-        told = torch.stack(finite).tolist() if finite else []
-        return [at for at, good in zip(coded, told, strict=True) if not good]
-
-    def _uncompressed(self, layout: Payloads) -> list[tuple[int, int]]:
-        """(first, end) within a rank's values, of parameters that are sent as they are."""
-        return [
-            (piece.at, end)
-            for weight, piece, end in zip(self.weights, layout.pieces, layout.ends, strict=True)
-            if _plain(weight)
+    def _leave_out_lost(self, by_rank: torch.Tensor) -> None:
+        """Leave out the parameters to which no difference is finite any more: the same on all
+        ranks, since they decode the same bits."""
+        lost = [
+            at
+            for at, (weight, piece) in enumerate(
+                zip(self.weights, self._pieces(by_rank.shape[1]), strict=True)
+            )
+            if not (_plain(weight) or torch.isfinite(by_rank[:, piece.at : piece.end]).all())
         ]
+        if lost:
+            self._leave_out(lost)
+
+    def _pieces(self, stride: int) -> list[Piece]:
+        """The parameters in a rank's `stride` values."""
+        return gathered(self.record, stride, self.of.shards)
 
     def _as_they_are(self, own: torch.Tensor) -> Payloads:
         """The layout of all weights uncompressed."""
-        coded, whole = self._layout(own), self._whole
-        if whole is None or (whole.dtype, whole.device) != (own.dtype, own.device):
-            codecs = [Identity()] * len(coded.pieces)
-            of = own.numel(), coded.ranks, own.dtype, own.device
-            whole = self._whole = Payloads(coded.pieces, codecs, *of)
-        return whole
+        pieces = self._pieces(own.numel())
+        return Payloads(pieces, [Identity()] * len(pieces), own.dtype, own.device)
 
     # ---- state
 
@@ -147,12 +126,12 @@ class DifferenceGather(WeightGather):
         """Copies of this rank's parts of the reference, by parameter; None: there is none."""
         if self.loaded is not None:
             return [part.clone() for part in self.loaded]
-        layout = self._payloads
-        if self.reference is None or layout is None:
+        if self.reference is None:
             return None
         rank = self.of.shard
-        own = self.reference.view(layout.ranks, -1)[rank]
-        return [own[piece.at :][: piece.lengths[rank]].clone() for piece in layout.pieces]
+        own = self.reference.view(self.of.shards, -1)[rank]
+        pieces = self._pieces(own.numel())
+        return [own[piece.at :][: piece.lengths[rank]].clone() for piece in pieces]
 
     def load(self, parts: list[torch.Tensor], current: bool) -> None:
         """Take what `state` gave; `current`: the version was the last one that ranks agreed on."""
@@ -171,12 +150,9 @@ class DifferenceGather(WeightGather):
         layout, part = self._as_they_are(own), torch.zeros_like(own)
         for piece, values in zip(layout.pieces, parts, strict=True):
             part[piece.at :][: values.numel()] = values.view(-1).to(own)
-        sent, ended = self._send(layout, part, np.zeros(len(parts), np.uint64), part)
-        reference = own.new_empty(layout.ranks * own.numel())
-        decode = partial(layout.decode, sent.payloads, reference)
-        self._decoding(sent, ended, decode, reference).wait()
-        self.reference = reference
-        self._finite = torch.isfinite(torch.stack(torch.aminmax(reference))).all()
+        every = own.new_empty(layout.ranks * own.numel())
+        keys = np.zeros(len(parts), np.uint64)
+        self._start(layout, part, keys, part, every, self._refer_to).wait()
 
 
 def _plain(weight: Weight) -> bool:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FSDPReduceScatter
 
 from gradwire.aggregators import Attached
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, ReduceScatter, Request
 from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
-from gradwire.handles.fsdp import Piece, factor_of, scattered
+from gradwire.handles.fsdp import FSDPReduceScatter, Piece, factor_of, scattered
 
 if TYPE_CHECKING:
     from gradwire.handles.scatters import Scatters
@@ -123,8 +122,8 @@ class Scatter(FSDPReduceScatter):
                 _pay(_own(residual, piece, rank), shards[rank])
             _home(request).copy_(shards[rank])
         of.scatter(members, requests, input_tensor)
-        for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), what.stride], strict=True):
-            output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
+        for piece in pieces:  # padding, seen by hooks
+            output_tensor[piece.at + piece.lengths[rank] : piece.end].zero_()
         if factor != 1.0:
             output_tensor.mul_(factor)
         return None

@@ -15,9 +15,12 @@ from gradwire.collectives.legal import FLOATS, check_algorithm
 from gradwire.errors import ConfigError
 from gradwire.handles.fsdp import (
     Groups,
+    collective_of,
     gradient_dtype,
+    name_in,
     parameter_groups,
     process_groups,
+    shape_of,
     shard_lengths,
 )
 from gradwire.handles.scatter import Replicas, Scatter
@@ -133,7 +136,7 @@ def not_free(where: str, record: Any) -> str | None:
     """
     if not hasattr(record.mesh_info, "shard_mesh_size"):
         return f"module {where} is replicated, not sharded: wrap it with DDP, and attach to that"
-    scatter = type(record._reduce_scatter_comm)
+    scatter = type(collective_of(record, "reduce_scatter"))
     if not scatter.__module__.startswith("torch."):
         return (
             f"module {where} has a custom reduce-scatter, {scatter.__name__} "
@@ -155,7 +158,7 @@ def check_nodes(options: Options, shards: int) -> None:
 def check_gathers(trained: Trained) -> None:
     """Raise ConfigError if a group's weights are gathered by a script's own object."""
     for record in trained.records:
-        gather = type(record._all_gather_comm)
+        gather = type(collective_of(record, "all_gather"))
         if not gather.__module__.startswith("torch."):
             name = trained.names.get(record.fsdp_params[0], "(no name)")
             raise ConfigError(
@@ -167,7 +170,8 @@ def check_gathers(trained: Trained) -> None:
 def is_attached(record: Any) -> bool:
     """Whether a handle has replaced the collectives of a group of parameters."""
     between = getattr(record.mesh_info, "replicate_process_group", None)
-    return isinstance(record._reduce_scatter_comm, Scatter) or isinstance(between, Replicas)
+    scatter = collective_of(record, "reduce_scatter")
+    return isinstance(scatter, Scatter) or isinstance(between, Replicas)
 
 
 def trained_of(
@@ -201,10 +205,10 @@ def trained_of(
             if parameter.sharded_param.is_floating_point():
                 trained |= parameter.sharded_param.requires_grad
                 # During backward, modules hold unsharded parameters; then FSDP knows the names.
-                known = names_of.get(parameter.sharded_param) or [plain_name(parameter._param_fqn)]
+                known = names_of.get(parameter.sharded_param) or [plain_name(name_in(parameter))]
                 names[parameter] = known[0]
                 dtype = parameter.sharded_param.dtype
-                shape = torch.empty(parameter._orig_size, dtype=dtype, device="meta")
+                shape = torch.empty(shape_of(parameter), dtype=dtype, device="meta")
                 named += [(name, shape) for name in known]
     if len(found) > 1:
         first, second = list(found.values())[:2]
