@@ -58,7 +58,7 @@ class Changes:
         self.asked = 0
         self._shards, self._most, self._drop = shards, most, drop
         self._seen: list[list[torch.Tensor]] | None = None  # as ranks last asked; None: not known
-        self._changed = self._lost = False  # since a state was loaded
+        self._least = _SAME  # to tell, since a state was loaded
         self._digest: str | None = None  # of the shards as it was saved, until ranks ask
         self._reduced = False
         self._forward: object | None = None  # in which ranks last asked
@@ -81,7 +81,7 @@ class Changes:
         """
         within = forward is not None and forward is self._forward
         if not in_backward() and (self._reduced or last == self.asked or not within):
-            told = _LOST if self._lost else self._told()
+            told = self._told()
             if self._seen is None or told != _SAME:
                 self._seen = [[shard.clone() for shard in kind] for kind in self._shards()]
             most = self._most(told, device)
@@ -89,8 +89,7 @@ class Changes:
                 self._drop()
             self.version += most != _SAME
             self.frozen = self.version if most >= _FROZEN else self.frozen
-            self._changed = self._lost = self._reduced = False
-            self._digest = None
+            self._least, self._digest, self._reduced = _SAME, None, False
             self._forward = forward
             self.asked += 1
         return self.needed(frozen)
@@ -105,8 +104,8 @@ class Changes:
         return self._told() != _SAME
 
     def _told(self) -> int:
-        if self._changed:
-            return _FROZEN
+        if self._least != _SAME:
+            return self._least
         if self._seen is None:
             return _SAME if self._digest is None or self._digest == self.digest() else _FROZEN
         frozen, trained = map(_equal, self._seen, self._shards())
@@ -127,9 +126,8 @@ class Changes:
             lost: it has no gathered weights for this rank.
             digest: of this rank's shards then; None: they were others.
         """
-        self._seen, self._lost, self._digest = None, lost, digest
-        self._changed = changed or digest is None
-        self._reduced = True
+        self._seen, self._digest, self._reduced = None, digest, True
+        self._least = _LOST if lost else _FROZEN if changed or digest is None else _SAME
 
 
 def _equal(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> bool:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.codecs import Identity
-from gradwire.handles.fsdp import Piece, gathered
+from gradwire.handles.fsdp import gathered
 from gradwire.handles.payloads import Payloads
 from gradwire.handles.weights import OLD, Weight, WeightGather
 
@@ -63,25 +63,25 @@ class DifferenceGather(WeightGather):
             every.copy_(reference)
             return None
         if reference is not None and not bool(self._finite):
-            self._leave_out_lost(reference.view(self.of.shards, -1))
+            self._leave_out_lost(reference, self._layout(own))
         self.version = self.of.changes.version
         layout, values = self._layout(own), own
         sampled = self._sample(layout, own)
         if reference is None:
             layout = self._as_they_are(own)
         else:
-            with torch.inference_mode():  # in which it was decoded
-                by_rank = reference.view(self.of.shards, -1)
-                for weight, piece in zip(self.weights, layout.pieces, strict=True):
-                    if _plain(weight):  # it is sent as it is
-                        by_rank[:, piece.at : piece.end] = 0.0
-                values = own - by_rank[self.of.shard]
+            values = own.clone()
+            of_own = reference.view(layout.ranks, -1)[self.of.shard]
+            for part in layout.coded.values():
+                values[part] -= of_own[part]
 
         def add(every: torch.Tensor) -> None:
             if reference is None:
                 self._refer_to(every.clone())
             else:
-                every += reference
+                by_rank, before = (t.view(layout.ranks, -1) for t in (every, reference))
+                for part in layout.coded.values():
+                    by_rank[:, part] += before[:, part]
                 self._refer_to(reference.copy_(every))
             sampled(every)
 
@@ -93,27 +93,17 @@ class DifferenceGather(WeightGather):
         if reference.is_cuda:
             self._ready = torch.cuda.current_stream(reference.device).record_event()
 
-    def _leave_out_lost(self, by_rank: torch.Tensor) -> None:
+    def _leave_out_lost(self, reference: torch.Tensor, layout: Payloads) -> None:
         """Leave out the parameters to which no difference is finite any more: the same on all
         ranks, since they decode the same bits."""
-        lost = [
-            at
-            for at, (weight, piece) in enumerate(
-                zip(self.weights, self._pieces(by_rank.shape[1]), strict=True)
-            )
-            if not (_plain(weight) or torch.isfinite(by_rank[:, piece.at : piece.end]).all())
-        ]
+        by_rank = reference.view(layout.ranks, -1)
+        lost = [n for n, part in layout.coded.items() if not by_rank[:, part].isfinite().all()]
         if lost:
             self._leave_out(lost)
 
-    def _pieces(self, stride: int) -> list[Piece]:
-        """The parameters in a rank's `stride` values."""
-        return gathered(self.record, stride, self.of.shards)
-
     def _as_they_are(self, own: torch.Tensor) -> Payloads:
         """The layout of all weights uncompressed."""
-        pieces = self._pieces(own.numel())
-        return Payloads(pieces, [Identity()] * len(pieces), own.dtype, own.device)
+        return self._laid_out(own, [Identity()] * len(self.weights))
 
     # ---- state
 
@@ -128,9 +118,9 @@ class DifferenceGather(WeightGather):
             return [part.clone() for part in self.loaded]
         if self.reference is None:
             return None
-        rank = self.of.shard
-        own = self.reference.view(self.of.shards, -1)[rank]
-        pieces = self._pieces(own.numel())
+        rank, ranks = self.of.shard, self.of.shards
+        own = self.reference.view(ranks, -1)[rank]
+        pieces = gathered(self.record, own.numel(), ranks)
         return [own[piece.at :][: piece.lengths[rank]].clone() for piece in pieces]
 
     def load(self, parts: list[torch.Tensor], current: bool) -> None:
@@ -153,8 +143,3 @@ class DifferenceGather(WeightGather):
         every = own.new_empty(layout.ranks * own.numel())
         keys = np.zeros(len(parts), np.uint64)
         self._start(layout, part, keys, part, every, self._refer_to).wait()
-
-
-def _plain(weight: Weight) -> bool:
-    """Whether it is sent as it is."""
-    return isinstance(weight.codec or Identity(), Identity)

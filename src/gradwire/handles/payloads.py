@@ -38,6 +38,7 @@ class Payloads:
         stride: values of a rank, with padding.
         ranks: that gather.
         nbytes: of each rank's payloads.
+        coded: by number, the places within a rank's values of parameters that are not copied.
         looked: whether ranks have looked for unfit parameters in it.
     """
 
@@ -73,11 +74,9 @@ class Payloads:
             (kernels_of(one, dtype, device), [n for n, codec in enumerate(codecs) if codec == one])
             for one in dict.fromkeys(codecs)
         ]
-        self._most = {
-            at: _most(codec, dtype)
-            for at, codec in enumerate(codecs)
-            if not isinstance(codec, Identity)
-        }
+        coded = [n for n, codec in enumerate(codecs) if not isinstance(codec, Identity)]
+        self.coded = {n: slice(pieces[n].at, pieces[n].end) for n in coded}
+        self._most = {n: _most(codecs[n], dtype) for n in coded}
 
     def own(self, payloads: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of all payloads that a rank encodes."""

@@ -136,13 +136,18 @@ def not_free(where: str, record: Any) -> str | None:
     """
     if not hasattr(record.mesh_info, "shard_mesh_size"):
         return f"module {where} is replicated, not sharded: wrap it with DDP, and attach to that"
-    scatter = type(collective_of(record, "reduce_scatter"))
-    if not scatter.__module__.startswith("torch."):
-        return (
-            f"module {where} has a custom reduce-scatter, {scatter.__name__} "
-            "(set_custom_reduce_scatter), which gradwire would replace: use one of the two"
-        )
-    return None
+    return _custom(f"module {where}", record, "reduce_scatter")
+
+
+def _custom(whose: str, record: Any, verb: str) -> str | None:
+    """That a group has a script's own object for a collective, or None."""
+    by = type(collective_of(record, verb))
+    if by.__module__.startswith("torch."):
+        return None
+    return (
+        f"{whose} has a custom {verb.replace('_', '-')}, {by.__name__} (set_custom_{verb}), which "
+        "gradwire would replace: use one of the two"
+    )
 
 
 def check_nodes(options: Options, shards: int) -> None:
@@ -158,13 +163,10 @@ def check_nodes(options: Options, shards: int) -> None:
 def check_gathers(trained: Trained) -> None:
     """Raise ConfigError if a group's weights are gathered by a script's own object."""
     for record in trained.records:
-        gather = type(collective_of(record, "all_gather"))
-        if not gather.__module__.startswith("torch."):
-            name = trained.names.get(record.fsdp_params[0], "(no name)")
-            raise ConfigError(
-                f"the group of parameter {name} has a custom all-gather, {gather.__name__} "
-                "(set_custom_all_gather), which gradwire would replace: use one of the two"
-            )
+        name = trained.names.get(record.fsdp_params[0], "(no name)")
+        reason = _custom(f"the group of parameter {name}", record, "all_gather")
+        if reason is not None:
+            raise ConfigError(reason)
 
 
 def is_attached(record: Any) -> bool:

@@ -58,24 +58,12 @@ class Weight:
         codec: None: uncompressed.
         unfit: uncompressed although the plan has a codec for it; see handles/payloads.py.
         key: of the random numbers: equal on all replicas of a shard.
-        version: of the weights when it was last encoded; None: it was not.
-        step: the gradient's step from then.
     """
 
     member: Attached | None
     codec: Codec | None
     key: int
-    version: int | None = None
-    step: int = 0
     unfit: bool = False
-
-    def draw(self, version: int, frozen: bool) -> int:
-        """The step of the random numbers; version 0 is that of weights that nobody counts. Those of
-        frozen weights stay."""
-        if not (version == self.version != 0 or (frozen and self.version is not None)):
-            self.version = version
-            self.step = 0 if self.member is None else self.member.step
-        return self.step
 
 
 class WeightGather(FSDPAllGather):
@@ -104,6 +92,8 @@ class WeightGather(FSDPAllGather):
         self._payloads: Payloads | None = None
         self.version = OLD
         self._asked = 0
+        self._counted: int | None = None  # steps of optimizers as weights were encoded anew
+        self._steps: list[int] = []  # of the gradients, from then
         self._draws = 0  # gathers that drew anew from the same weights
 
     def allocate(
@@ -258,26 +248,30 @@ class WeightGather(FSDPAllGather):
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
-        self.kept, self.version, self._payloads = None, OLD, None
-        for weight in self.weights:
-            weight.version = None
+        self.kept, self.version, self._payloads, self._counted = None, OLD, None, None
 
     def _layout(self, own: torch.Tensor) -> Payloads:
-        known, ranks = self._payloads, self.of.shards
+        known = self._payloads
         if known is None or (known.dtype, known.device) != (own.dtype, own.device):
-            pieces = gathered(self.record, own.numel(), ranks)
-            codecs = [w.codec or Identity() for w in self.weights]
-            known = self._payloads = Payloads(pieces, codecs, own.dtype, own.device)
+            codecs = [weight.codec or Identity() for weight in self.weights]
+            known = self._payloads = self._laid_out(own, codecs)
         return known
+
+    def _laid_out(self, own: torch.Tensor, codecs: Sequence[Codec]) -> Payloads:
+        pieces = gathered(self.record, own.numel(), self.of.shards)
+        return Payloads(pieces, codecs, own.dtype, own.device)
 
     def _keys(self, again: bool) -> np.ndarray:
         """The keys of a gather's random numbers, by parameter; `again`: in backward."""
         redraws = again and self.of.keep == "redraw"
         self._draws = self._draws + 1 if redraws else 0
-        frozen = self.frozen
-        steps = [w.draw(self.of.versions.steps, frozen) for w in self.weights]
+        known, now = self._counted, self.of.versions.steps
+        # 0: nobody counts the versions of the weights. Numbers of frozen ones stay.
+        if not (now == known != 0 or (self.frozen and known is not None)):
+            self._counted = now
+            self._steps = [0 if w.member is None else w.member.step for w in self.weights]
         keys = np.array([w.key for w in self.weights], dtype=np.uint64)
-        return rng.step_keys(keys, np.array(steps, dtype=np.int64), self._draws)
+        return rng.step_keys(keys, np.array(self._steps, dtype=np.int64), self._draws)
 
 
 def _nothing(every: torch.Tensor) -> None:
