@@ -45,7 +45,6 @@ class Changes:
     Attributes:
         version: equal on all ranks.
         frozen: the version in which frozen weights last changed.
-        asked: how often they asked.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class Changes:
         drop: Callable[[], None],
     ) -> None:
         self.version = self.frozen = 0
-        self.asked = 0
         self._shards, self._most, self._drop = shards, most, drop
         self._seen: list[list[torch.Tensor]] | None = None  # as ranks last asked; None: not known
         self._least = _SAME  # to tell, since a state was loaded
         self._digest: str | None = None  # of the shards as it was saved, until ranks ask
         self._reduced = False
         self._forward: object | None = None  # in which ranks last asked
+        self._gathered: set[object] = set()  # groups, since then
 
     def reduced(self) -> None:
         """Called as gradients are reduced."""
@@ -71,16 +70,17 @@ class Changes:
         """Called as an exception ends a forward: FSDP2 takes the next one for a part of it."""
         self._forward = None
 
-    def agreed(self, last: int, device: torch.device, frozen: bool, forward: object | None) -> int:
+    def agreed(
+        self, group: object, device: torch.device, frozen: bool, forward: object | None
+    ) -> int:
         """The version that a group must have been gathered in, if it is not gathered now.
 
         Args:
-            last: `asked`, as the group was last gathered.
             frozen: whether no parameter of the group is trained.
             forward: in which it is gathered; None: by `unshard` outside of any.
         """
         within = forward is not None and forward is self._forward
-        if not in_backward() and (self._reduced or last == self.asked or not within):
+        if not in_backward() and (self._reduced or group in self._gathered or not within):
             told = self._told()
             if self._seen is None or told != _SAME:
                 self._seen = [[shard.clone() for shard in kind] for kind in self._shards()]
@@ -91,7 +91,8 @@ class Changes:
             self.frozen = self.version if most >= _FROZEN else self.frozen
             self._least, self._digest, self._reduced = _SAME, None, False
             self._forward = forward
-            self.asked += 1
+            self._gathered.clear()
+        self._gathered.add(group)
         return self.needed(frozen)
 
     def needed(self, frozen: bool) -> int:

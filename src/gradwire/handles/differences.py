@@ -22,7 +22,7 @@ whole model in the dtype in which it is gathered, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,13 +43,13 @@ class DifferenceGather(WeightGather):
 
     Attributes:
         reference: values of all ranks, with padding; None: the next gather sends all weights.
-        loaded: this rank's parts of a saved reference, by parameter, until the next gather.
+        loaded: this rank's parts of a saved reference, by name, until the next gather.
     """
 
     def __init__(self, of: GatheredWeights, record: Any, weights: Sequence[Weight]) -> None:
         super().__init__(of, record, weights)
         self.reference: torch.Tensor | None = None
-        self.loaded: list[torch.Tensor] | None = None
+        self.loaded: dict[str, torch.Tensor] | None = None
         self._finite: torch.Tensor | None = None  # bool[]
         self._ready: torch.cuda.Event | None = None  # the reference is, on a GPU
 
@@ -112,21 +112,25 @@ class DifferenceGather(WeightGather):
         reference = self.reference
         return 0 if reference is None else reference.nbytes
 
-    def state(self) -> list[torch.Tensor] | None:
-        """Copies of this rank's parts of the reference, by parameter; None: there is none."""
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's parts of the reference, by name; none if there is none."""
         if self.loaded is not None:
-            return [part.clone() for part in self.loaded]
+            return {name: part.clone() for name, part in self.loaded.items()}
         if self.reference is None:
-            return None
+            return {}
         rank, ranks = self.of.shard, self.of.shards
         own = self.reference.view(ranks, -1)[rank]
         pieces = gathered(self.record, own.numel(), ranks)
-        return [own[piece.at :][: piece.lengths[rank]].clone() for piece in pieces]
+        parts = [own[piece.at :][: piece.lengths[rank]].clone() for piece in pieces]
+        return dict(zip(self.names, parts, strict=True))
 
-    def load(self, parts: list[torch.Tensor], current: bool) -> None:
-        """Take what `state` gave; `current`: the version was the last one that ranks agreed on."""
-        self.loaded = parts
-        self.version = self.of.changes.version if current else OLD
+    def load(self, parts: Mapping[str, torch.Tensor], current: Collection[str]) -> None:
+        """Take what `state` gave, if it has all parameters; `current`: those of the version that
+        ranks agreed on last."""
+        if all(name in parts for name in self.names):
+            self.loaded = {name: parts[name] for name in self.names}
+            is_current = all(name in current for name in self.names)
+            self.version = self.of.changes.version if is_current else OLD
 
     def forget(self) -> None:
         super().forget()
@@ -138,7 +142,7 @@ class DifferenceGather(WeightGather):
         if parts is None:
             return
         layout, part = self._as_they_are(own), torch.zeros_like(own)
-        for piece, values in zip(layout.pieces, parts, strict=True):
+        for piece, values in zip(layout.pieces, parts.values(), strict=True):
             part[piece.at :][: values.numel()] = values.view(-1).to(own)
         every = own.new_empty(layout.ranks * own.numel())
         keys = np.zeros(len(parts), np.uint64)

@@ -28,6 +28,7 @@ from gradwire.handles.torch_versions import SUPPORTED, parameter_groups_of
 
 FSDPAllGather = _fsdp_api.AllGather
 FSDPReduceScatter = _fsdp_api.ReduceScatter
+Allocates = _fsdp_collectives.DefaultAllocMixin  # either's memory, as torch does
 
 _ARGUMENT = "fsdp_params"
 _REDUCTIONS = (

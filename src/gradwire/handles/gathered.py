@@ -233,8 +233,7 @@ class GatheredWeights:
         for gather in self._gathers:
             gather.forget()
         for one in self.differences:
-            if all(name in parts for name in one.names):
-                one.load([parts[name] for name in one.names], set(one.names) <= set(current))
+            one.load(parts, current)
         self.changes.loaded(changed, not parts, digest)
 
 

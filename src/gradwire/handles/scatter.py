@@ -8,7 +8,7 @@ for which the scatter has no error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, ReduceScatter, Request
 from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
-from gradwire.handles.fsdp import FSDPReduceScatter, Piece, factor_of, scattered
+from gradwire.handles.fsdp import Allocates, FSDPReduceScatter, Piece, factor_of, scattered
 
 if TYPE_CHECKING:
     from gradwire.handles.scatters import Scatters
@@ -72,7 +72,7 @@ class Scattered:
         return found
 
 
-class Scatter(FSDPReduceScatter):
+class Scatter(Allocates, FSDPReduceScatter):
     """The reduce-scatter of one group of parameters.
 
     Args:
@@ -87,11 +87,6 @@ class Scatter(FSDPReduceScatter):
         self.of = of
         self.members = members
         self.last: Scattered | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

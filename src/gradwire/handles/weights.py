@@ -91,7 +91,6 @@ class WeightGather(FSDPAllGather):
         self._next: list[Codec | None] | None = None
         self._payloads: Payloads | None = None
         self.version = OLD
-        self._asked = 0
         self._counted: int | None = None  # steps of optimizers as weights were encoded anew
         self._steps: list[int] = []  # of the gradients, from then
         self._draws = 0  # gathers that drew anew from the same weights
@@ -129,9 +128,7 @@ class WeightGather(FSDPAllGather):
     def agreed(self, device: torch.device) -> int:
         """The version of the weights that ranks agree on as they gather."""
         forward = forward_of(self.record)
-        needed = self.of.changes.agreed(self._asked, device, self.frozen, forward)
-        self._asked = self.of.changes.asked
-        return needed
+        return self.of.changes.agreed(self, device, self.frozen, forward)
 
     def use(self, codecs: Sequence[Codec | None]) -> None:
         """Gather in these codecs, of each parameter, from the next forward on; equal on all

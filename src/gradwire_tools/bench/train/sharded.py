@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +43,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import gradwire
 from gradwire.aggregators import Compressed, registry
 from gradwire.errors import ConfigError, use_one_of
-from gradwire.handles.fsdp import FSDPAllGather, FSDPReduceScatter
+from gradwire.handles.fsdp import Allocates, FSDPAllGather, FSDPReduceScatter
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
 from gradwire_tools.bench.train.methods import Applied, Shapes, compiled, of_handle
 
@@ -271,7 +270,7 @@ def kept(numel: int, ratio: float) -> int:
     return math.ceil(numel / ratio)
 
 
-class _Torchs:
+class _Torchs(Allocates):
     """A collective of the first 1/`ratio` of each rank's part, of values cast to `width`.
 
     Attributes:
@@ -282,11 +281,6 @@ class _Torchs:
     def __init__(self, width: str = "fp32", ratio: float = 1, sends: bool = True) -> None:
         self.width, self.ratio, self.sends = _WIDTHS[width], ratio, sends
         self.wire_bytes = 0
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class TorchGather(_Torchs, FSDPAllGather):
