@@ -59,7 +59,7 @@ def test_what_no_codec_holds_is_withheld_whichever_rank_has_it() -> None:
             found = torch.empty(sum(payloads.nbytes), dtype=torch.uint8)
             for rank, part in enumerate(parts):
                 payloads.encode(part, found, rank, np.arange(3, dtype=np.uint64))
-                payloads.withhold(found, rank, payloads.unfit(part, rank))
+                payloads.withhold(part, found, rank)
             return found
 
         # The largest that are sent come back finite, and nothing looks withheld.

@@ -124,22 +124,15 @@ class Payloads:
             for kernels, of in self._kernels:
                 kernels.run(form, rows[of].ravel(), threads=torch.get_num_threads())
 
-    def unfit(self, values: torch.Tensor, rank: int) -> list[int]:
-        """The parameters that are unfit for their codecs, of a rank's `values`, with padding. Waits
-        for the device."""
-        found = []
+    def withhold(self, values: torch.Tensor, payloads: torch.Tensor, rank: int) -> None:
+        """Make a rank's payloads of parameters that are unfit in its `values`, with padding, say
+        so. Waits for the device."""
         for at, most in self._most.items():
             part = values[self.pieces[at].at :][: self.pieces[at].lengths[rank]]
             if part.numel():
                 low, high = torch.stack(torch.aminmax(part)).tolist()
                 if not (low >= -most and high <= most):  # NaN is neither
-                    found.append(at)
-        return found
-
-    def withhold(self, payloads: torch.Tensor, rank: int, parameters: Sequence[int]) -> None:
-        """Make a rank's payloads of these parameters say that they are unfit."""
-        for at in parameters:
-            self._of(payloads, at, rank)[:] = _ONES
+                    self._of(payloads, at, rank)[:] = _ONES
 
     def withheld(self, payloads: torch.Tensor) -> list[int]:
         """The parameters of which any rank has withheld its payload. Waits for the device."""

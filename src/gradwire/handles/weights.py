@@ -159,8 +159,8 @@ class WeightGather(FSDPAllGather):
         if self.kept is not None and (again or (frozen and self.version >= needed)):
             layout.decode(self.kept, every)
             return None
-        then = _nothing if again else self._sample(layout, own)
-        work = self._start(layout, own, self._keys(again), own, every, then)
+        sampled = self._sample(layout, own)
+        work = self._start(layout, own, self._keys(again), own, every, sampled)
         if not again:
             keeps = self.of.keep == "payload" and (frozen or gathers_again(self.record))
             self.kept = work.payloads if keeps else None
@@ -168,9 +168,9 @@ class WeightGather(FSDPAllGather):
         return work
 
     def _sample(self, layout: Payloads, own: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """What notes the error of this rank's values, given those of all ranks decoded, where
-        metrics are due to be sampled."""
-        if not self.of.sampler.due:
+        """What notes the error of this rank's values, given those of all ranks decoded, in a
+        forward of which metrics are due to be sampled."""
+        if in_backward() or not self.of.sampler.due:
             return _nothing
         values = own.clone()
 
@@ -199,7 +199,7 @@ class WeightGather(FSDPAllGather):
         looks = self._looks(layout)
         if looks:
             layout.looked = True
-            layout.withhold(payloads, self.of.shard, layout.unfit(values, self.of.shard))
+            layout.withhold(values, payloads, self.of.shard)
         sent = layout.own(payloads, self.of.shard)
         request = AllGather(sent, lengths=layout.nbytes, into=payloads)
         ended = self.of.start(request, "payloads of weights", own.nbytes * (layout.ranks - 1))
@@ -245,7 +245,9 @@ class WeightGather(FSDPAllGather):
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
-        self.kept, self.version, self._payloads, self._counted = None, OLD, None, None
+        self.kept, self.version, self._counted = None, OLD, None
+        if self._payloads is not None:
+            self._payloads.looked = False
 
     def _layout(self, own: torch.Tensor) -> Payloads:
         known = self._payloads
