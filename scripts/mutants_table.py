@@ -498,7 +498,7 @@ MUTANTS = (
     Mutant(
         "fsdp2_keeps_padding", "padding holds what was in memory before",
         "gradwire/handles/scatter.py",
-        "output_tensor[piece.at + piece.lengths[rank] : end].zero_()",
+        "output_tensor[piece.at + piece.lengths[rank] : piece.end].zero_()",
         "pass",
         ("tests/multiprocess/test_corners.py",),
     ),

@@ -13,6 +13,7 @@ from gradwire.planner.weights import weight_codec
 from rooms.handles import Payloads, Piece, _most
 
 CPU = torch.device("cpu")
+TWO = [Piece(None, 0, 5, (5, 5, 1)), Piece(None, 5, 8, (3, 0, 0))]
 
 
 def test_all_ranks_shards_come_back_and_padding_is_zero() -> None:
@@ -21,9 +22,9 @@ def test_all_ranks_shards_come_back_and_padding_is_zero() -> None:
 
 
 def come_back(dtype: torch.dtype) -> None:
-    pieces = [Piece(None, 0, (5, 5, 1)), Piece(None, 5, (3, 0, 0)), Piece(None, 8, (2, 2, 2))]
+    pieces = [*TWO, Piece(None, 8, 10, (2, 2, 2))]
     codecs = [gw.Identity(), gw.RandomShift(bits=8), gw.Identity()]
-    payloads = Payloads(pieces, codecs, 10, 3, dtype, CPU)
+    payloads = Payloads(pieces, codecs, dtype, CPU)
     for rank, nbytes in enumerate(payloads.nbytes):
         sizes = [
             layout(c, dtype).nbytes(p.lengths[rank]) for p, c in zip(pieces, codecs, strict=True)
@@ -36,9 +37,9 @@ def come_back(dtype: torch.dtype) -> None:
     found = torch.full((3, 10), torch.nan, dtype=dtype)
     payloads.decode(sent, found)
     for rank in range(3):
-        for piece, end in zip(pieces, payloads.ends, strict=True):
+        for piece in pieces:
             length = piece.lengths[rank]
-            ours, theirs = (t[rank, piece.at : end] for t in (found, parts))
+            ours, theirs = (t[rank, piece.at : piece.end] for t in (found, parts))
             torch.testing.assert_close(ours[:length], theirs[:length], rtol=0, atol=0.05)
             assert not ours[length:].any(), (rank, piece)
 
@@ -48,17 +49,17 @@ FOR_WEIGHTS += ["fp16", "learnedlevels", "terngrad"]
 
 
 def test_what_no_codec_holds_is_withheld_whichever_rank_has_it() -> None:
-    pieces = [Piece(None, 0, (5, 5, 1)), Piece(None, 5, (3, 0, 0)), Piece(None, 8, (64, 64, 64))]
+    pieces = [*TWO, Piece(None, 8, 72, (64, 64, 64))]
     for name, dtype in product(FOR_WEIGHTS, (torch.float32, torch.bfloat16, torch.float16)):
         codec = weight_codec("weights", name)
         most = 0.99 * _most(codec, dtype)  # which bf16 may round up
-        payloads = Payloads(pieces, [gw.Identity(), codec, codec], 72, 3, dtype, CPU)
+        payloads = Payloads(pieces, [gw.Identity(), codec, codec], dtype, CPU)
 
         def sent(parts: torch.Tensor, payloads: Payloads = payloads) -> torch.Tensor:
             found = torch.empty(sum(payloads.nbytes), dtype=torch.uint8)
             for rank, part in enumerate(parts):
                 payloads.encode(part, found, rank, np.arange(3, dtype=np.uint64))
-                payloads.withhold(found, rank, payloads.unfit(part, rank))
+                payloads.withhold(part, found, rank)
             return found
 
         # The largest that are sent come back finite, and nothing looks withheld.

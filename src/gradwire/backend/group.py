@@ -24,6 +24,7 @@ from gradwire.backend.scope import lacking, reduction
 from gradwire.backend.settings import Settings, from_environment
 from gradwire.errors import ConfigError
 from gradwire.handles import torch_versions
+from gradwire.handles.fsdp import collective_of
 from gradwire.handles.metrics import times_less
 from gradwire.handles.scatter import Completed, Replicas, Scatter
 from gradwire.transport.torch_p2p import TAG_BASE
@@ -99,8 +100,9 @@ class Group(dist.ProcessGroup):
                 return work
         else:
             record = self.models.reduces(input)
-            if record is not None and isinstance(record._reduce_scatter_comm, Scatter):
-                record._reduce_scatter_comm(output, input, self, opts.reduceOp)
+            scatter = None if record is None else collective_of(record, "reduce_scatter")
+            if isinstance(scatter, Scatter):
+                scatter(output, input, self, opts.reduceOp)
                 return Completed()
         name = torch_versions.reduce_scatter_name()
         plain: dist.Work = self._plain_call(name, output, input, opts)

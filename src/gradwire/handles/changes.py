@@ -45,7 +45,6 @@ class Changes:
     Attributes:
         version: equal on all ranks.
         frozen: the version in which frozen weights last changed.
-        asked: how often they asked.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class Changes:
         drop: Callable[[], None],
     ) -> None:
         self.version = self.frozen = 0
-        self.asked = 0
         self._shards, self._most, self._drop = shards, most, drop
         self._seen: list[list[torch.Tensor]] | None = None  # as ranks last asked; None: not known
-        self._changed = self._lost = False  # since a state was loaded
+        self._least = _SAME  # to tell, since a state was loaded
         self._digest: str | None = None  # of the shards as it was saved, until ranks ask
         self._reduced = False
         self._forward: object | None = None  # in which ranks last asked
+        self._gathered: set[object] = set()  # groups, since then
 
     def reduced(self) -> None:
         """Called as gradients are reduced."""
@@ -71,17 +70,18 @@ class Changes:
         """Called as an exception ends a forward: FSDP2 takes the next one for a part of it."""
         self._forward = None
 
-    def agreed(self, last: int, device: torch.device, frozen: bool, forward: object | None) -> int:
+    def agreed(
+        self, group: object, device: torch.device, frozen: bool, forward: object | None
+    ) -> int:
         """The version that a group must have been gathered in, if it is not gathered now.
 
         Args:
-            last: `asked`, as the group was last gathered.
             frozen: whether no parameter of the group is trained.
             forward: in which it is gathered; None: by `unshard` outside of any.
         """
         within = forward is not None and forward is self._forward
-        if not in_backward() and (self._reduced or last == self.asked or not within):
-            told = _LOST if self._lost else self._told()
+        if not in_backward() and (self._reduced or group in self._gathered or not within):
+            told = self._told()
             if self._seen is None or told != _SAME:
                 self._seen = [[shard.clone() for shard in kind] for kind in self._shards()]
             most = self._most(told, device)
@@ -89,10 +89,10 @@ class Changes:
                 self._drop()
             self.version += most != _SAME
             self.frozen = self.version if most >= _FROZEN else self.frozen
-            self._changed = self._lost = self._reduced = False
-            self._digest = None
+            self._least, self._digest, self._reduced = _SAME, None, False
             self._forward = forward
-            self.asked += 1
+            self._gathered.clear()
+        self._gathered.add(group)
         return self.needed(frozen)
 
     def needed(self, frozen: bool) -> int:
@@ -105,8 +105,8 @@ class Changes:
         return self._told() != _SAME
 
     def _told(self) -> int:
-        if self._changed:
-            return _FROZEN
+        if self._least != _SAME:
+            return self._least
         if self._seen is None:
             return _SAME if self._digest is None or self._digest == self.digest() else _FROZEN
         frozen, trained = map(_equal, self._seen, self._shards())
@@ -127,9 +127,8 @@ class Changes:
             lost: it has no gathered weights for this rank.
             digest: of this rank's shards then; None: they were others.
         """
-        self._seen, self._lost, self._digest = None, lost, digest
-        self._changed = changed or digest is None
-        self._reduced = True
+        self._seen, self._digest, self._reduced = None, digest, True
+        self._least = _LOST if lost else _FROZEN if changed or digest is None else _SAME
 
 
 def _equal(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> bool:

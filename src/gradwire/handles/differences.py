@@ -22,16 +22,15 @@ whole model in the dtype in which it is gathered, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGather
 
 from gradwire.codecs import Identity
+from gradwire.handles.fsdp import gathered
 from gradwire.handles.payloads import Payloads
 from gradwire.handles.weights import OLD, Weight, WeightGather
 
@@ -44,17 +43,14 @@ class DifferenceGather(WeightGather):
 
     Attributes:
         reference: values of all ranks, with padding; None: the next gather sends all weights.
-        loaded: this rank's parts of a saved reference, by parameter, until the next gather.
+        loaded: this rank's parts of a saved reference, by name, until the next gather.
     """
 
-    def __init__(
-        self, of: GatheredWeights, record: Any, weights: Sequence[Weight], before: FSDPAllGather
-    ) -> None:
-        super().__init__(of, record, weights, before)
+    def __init__(self, of: GatheredWeights, record: Any, weights: Sequence[Weight]) -> None:
+        super().__init__(of, record, weights)
         self.reference: torch.Tensor | None = None
-        self.loaded: list[torch.Tensor] | None = None
+        self.loaded: dict[str, torch.Tensor] | None = None
         self._finite: torch.Tensor | None = None  # bool[]
-        self._whole: Payloads | None = None
         self._ready: torch.cuda.Event | None = None  # the reference is, on a GPU
 
     def gather(self, every: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
@@ -66,75 +62,48 @@ class DifferenceGather(WeightGather):
         if reference is not None and self.version >= needed:
             every.copy_(reference)
             return None
-        layout = self._layout(own)
         if reference is not None and not bool(self._finite):
-            self._leave_out(self._lost(reference, layout))
-            layout = self._layout(own)
+            self._leave_out_lost(reference, self._layout(own))
         self.version = self.of.changes.version
+        layout, values = self._layout(own), own
         sampled = self._sample(layout, own)
         if reference is None:
-            layout, values = self._as_they_are(own), own
+            layout = self._as_they_are(own)
         else:
-            values = self._difference(own, reference, layout)
-        sent, ended = self._send(layout, values, self._keys(False), own)
+            values = own.clone()
+            of_own = reference.view(layout.ranks, -1)[self.of.shard]
+            for part in layout.coded.values():
+                values[part] -= of_own[part]
 
-        def add() -> None:
-            layout.decode(sent.payloads, every)
-            self._add(every, reference, layout)
-            if sampled is not None:
-                sampled(every)
+        def add(every: torch.Tensor) -> None:
+            if reference is None:
+                self._refer_to(every.clone())
+            else:
+                by_rank, before = (t.view(layout.ranks, -1) for t in (every, reference))
+                for part in layout.coded.values():
+                    by_rank[:, part] += before[:, part]
+                self._refer_to(reference.copy_(every))
+            sampled(every)
 
-        return self._decoding(sent, ended, add, every)
+        return self._start(layout, values, self._keys(False), own, every, add)
 
-    def _difference(
-        self, own: torch.Tensor, reference: torch.Tensor, layout: Payloads
-    ) -> torch.Tensor:
-        """What is encoded: differences, and what is gathered uncompressed as it is."""
-        difference = own - reference.view(layout.ranks, -1)[self.of.shard]
-        for first, end in self._uncompressed(layout):
-            difference[first:end] = own[first:end]
-        return difference
+    def _refer_to(self, reference: torch.Tensor) -> None:
+        self.reference = reference
+        self._finite = torch.isfinite(torch.stack(torch.aminmax(reference))).all()
+        if reference.is_cuda:
+            self._ready = torch.cuda.current_stream(reference.device).record_event()
 
-    def _add(self, every: torch.Tensor, reference: torch.Tensor | None, layout: Payloads) -> None:
-        """Replace decoded differences by the new reference."""
-        if reference is None:
-            self.reference = reference = every.clone()
-        else:
-            by_rank = reference.view(layout.ranks, -1)
-            for first, end in self._uncompressed(layout):
-                by_rank[:, first:end] = 0.0
-            reference += every
-            every.copy_(reference)
-        self._finite = torch.isfinite(torch.stack(torch.aminmax(every))).all()
-        if every.device.type == "cuda":
-            self._ready = torch.cuda.current_stream(every.device).record_event()
-
-    def _lost(self, reference: torch.Tensor, layout: Payloads) -> list[int]:
-        """The parameters to which no difference is finite any more: the same on all ranks, since
-        they decode the same bits."""
+    def _leave_out_lost(self, reference: torch.Tensor, layout: Payloads) -> None:
+        """Leave out the parameters to which no difference is finite any more: the same on all
+        ranks, since they decode the same bits."""
         by_rank = reference.view(layout.ranks, -1)
-        coded = [at for at, weight in enumerate(self.weights) if not _plain(weight)]
-        ends = [(layout.pieces[at].at, layout.ends[at]) for at in coded]
-        finite = [torch.isfinite(by_rank[:, first:end]).all() for first, end in ends]
-        told = torch.stack(finite).tolist() if finite else []
-        return [at for at, good in zip(coded, told, strict=True) if not good]
-
-    def _uncompressed(self, layout: Payloads) -> list[tuple[int, int]]:
-        """(first, end) within a rank's values, of parameters that are sent as they are."""
-        return [
-            (piece.at, end)
-            for weight, piece, end in zip(self.weights, layout.pieces, layout.ends, strict=True)
-            if _plain(weight)
-        ]
+        lost = [n for n, part in layout.coded.items() if not by_rank[:, part].isfinite().all()]
+        if lost:
+            self._leave_out(lost)
 
     def _as_they_are(self, own: torch.Tensor) -> Payloads:
         """The layout of all weights uncompressed."""
-        coded, whole = self._layout(own), self._whole
-        if whole is None or (whole.dtype, whole.device) != (own.dtype, own.device):
-            codecs = [Identity()] * len(coded.pieces)
-            of = own.numel(), coded.ranks, own.dtype, own.device
-            whole = self._whole = Payloads(coded.pieces, codecs, *of)
-        return whole
+        return self._laid_out(own, [Identity()] * len(self.weights))
 
     # ---- state
 
@@ -143,21 +112,25 @@ class DifferenceGather(WeightGather):
         reference = self.reference
         return 0 if reference is None else reference.nbytes
 
-    def state(self) -> list[torch.Tensor] | None:
-        """Copies of this rank's parts of the reference, by parameter; None: there is none."""
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's parts of the reference, by name; none if there is none."""
         if self.loaded is not None:
-            return [part.clone() for part in self.loaded]
-        layout = self._payloads
-        if self.reference is None or layout is None:
-            return None
-        rank = self.of.shard
-        own = self.reference.view(layout.ranks, -1)[rank]
-        return [own[piece.at :][: piece.lengths[rank]].clone() for piece in layout.pieces]
+            return {name: part.clone() for name, part in self.loaded.items()}
+        if self.reference is None:
+            return {}
+        rank, ranks = self.of.shard, self.of.shards
+        own = self.reference.view(ranks, -1)[rank]
+        pieces = gathered(self.record, own.numel(), ranks)
+        parts = [own[piece.at :][: piece.lengths[rank]].clone() for piece in pieces]
+        return dict(zip(self.names, parts, strict=True))
 
-    def load(self, parts: list[torch.Tensor], current: bool) -> None:
-        """Take what `state` gave; `current`: the version was the last one that ranks agreed on."""
-        self.loaded = parts
-        self.version = self.of.changes.version if current else OLD
+    def load(self, parts: Mapping[str, torch.Tensor], current: Collection[str]) -> None:
+        """Take what `state` gave, if it has all parameters; `current`: those of the version that
+        ranks agreed on last."""
+        if all(name in parts for name in self.names):
+            self.loaded = {name: parts[name] for name in self.names}
+            is_current = all(name in current for name in self.names)
+            self.version = self.of.changes.version if is_current else OLD
 
     def forget(self) -> None:
         super().forget()
@@ -169,16 +142,8 @@ class DifferenceGather(WeightGather):
         if parts is None:
             return
         layout, part = self._as_they_are(own), torch.zeros_like(own)
-        for piece, values in zip(layout.pieces, parts, strict=True):
+        for piece, values in zip(layout.pieces, parts.values(), strict=True):
             part[piece.at :][: values.numel()] = values.view(-1).to(own)
-        sent, ended = self._send(layout, part, np.zeros(len(parts), np.uint64), part)
-        reference = own.new_empty(layout.ranks * own.numel())
-        decode = partial(layout.decode, sent.payloads, reference)
-        self._decoding(sent, ended, decode, reference).wait()
-        self.reference = reference
-        self._finite = torch.isfinite(torch.stack(torch.aminmax(reference))).all()
-
-
-def _plain(weight: Weight) -> bool:
-    """Whether it is sent as it is."""
-    return isinstance(weight.codec or Identity(), Identity)
+        every = own.new_empty(layout.ranks * own.numel())
+        keys = np.zeros(len(parts), np.uint64)
+        self._start(layout, part, keys, part, every, self._refer_to).wait()

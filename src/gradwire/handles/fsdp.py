@@ -1,4 +1,4 @@
-"""The parameters of FSDP2's reduce-scatters: the only file that uses FSDP2's private attributes.
+"""FSDP2's groups of parameters: the only file that uses FSDP2's private names.
 
 An FSDP module has groups of parameters. Each group is reduce-scattered through a replaceable
 object. The tensor that this object gets does not tell which parameters it contains, since
@@ -19,12 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
 from gradwire.errors import ConfigError
 from gradwire.handles.torch_versions import SUPPORTED, parameter_groups_of
+
+FSDPAllGather = _fsdp_api.AllGather
+FSDPReduceScatter = _fsdp_api.ReduceScatter
+Allocates = _fsdp_collectives.DefaultAllocMixin  # either's memory, as torch does
 
 _ARGUMENT = "fsdp_params"
 _REDUCTIONS = (
@@ -45,6 +49,36 @@ def parameter_groups(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             new = [group for group in groups if not any(group is one for one in seen)]
             seen += new
             yield from ((name, group) for group in new)
+
+
+def collective_of(record: Any, verb: str) -> Any:
+    """What a group calls for its "all_gather" or "reduce_scatter"."""
+    return getattr(record, f"_{verb}_comm")
+
+
+def replace_collective(record: Any, verb: str, by: Any) -> Any:
+    """Make a group call `by`; returns what it called before."""
+    before = collective_of(record, verb)
+    setattr(record, f"_{verb}_comm", by)
+    return before
+
+
+def name_in(parameter: Any) -> str:
+    """A parameter's name within FSDP2's root module."""
+    name: str = parameter._param_fqn
+    return name
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The shape of a whole parameter."""
+    shape: torch.Size = parameter._orig_size
+    return shape
+
+
+def shard_of(values: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a sharded parameter, or of its gradient."""
+    shard: torch.Tensor = getattr(values, "_local_tensor", values).detach()
+    return shard
 
 
 @dataclass(frozen=True)
@@ -97,16 +131,17 @@ def process_groups(record: Any) -> Groups:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter in the input of a reduce-scatter.
+    """A parameter in the input of a reduce-scatter or all-gather.
 
     Attributes:
         parameter: FSDP's record of it.
-        at: its offset within the part of each rank, in values.
+        at, end: its place within the part of each rank, in values, with padding.
         lengths: number of its values per rank, without padding.
     """
 
     parameter: Any
     at: int
+    end: int
     lengths: tuple[int, ...]
 
 
@@ -153,7 +188,7 @@ def _pieces(parameters: Iterable[Any], ranks: int) -> tuple[list[Piece], int]:
     pieces, at = [], 0
     for parameter in parameters:
         lengths, padded = _cut(parameter, ranks)
-        pieces.append(Piece(parameter, at, lengths))
+        pieces.append(Piece(parameter, at, at + padded, lengths))
         at += padded
     return pieces, at
 
@@ -257,7 +292,7 @@ def shard_lengths(parameter: Any, ranks: int) -> tuple[int, ...]:
 
 def _cut(parameter: Any, ranks: int) -> tuple[tuple[int, ...], int]:
     """(number of values per rank, number per rank with padding)."""
-    size, dim = parameter._orig_size, parameter.fsdp_placement.dim
+    size, dim = shape_of(parameter), parameter.fsdp_placement.dim
     if dim != 0:  # always even
         each = math.prod(size) // ranks
         return (each,) * ranks, each

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from gradwire.engine import Outcome
 from gradwire.groups import communicator
 from gradwire.handles.changes import Changes
 from gradwire.handles.differences import DifferenceGather
-from gradwire.handles.fsdp import gather_group
+from gradwire.handles.fsdp import gather_group, replace_collective, shape_of, shard_of
 from gradwire.handles.metrics import Sampler, times_less
 from gradwire.handles.sharded_plan import Trained, options_for
 from gradwire.handles.versions import Versions
@@ -94,13 +93,8 @@ class GatheredWeights:
                 name = trained.names.get(parameter, "")
                 key = rng.parameter_key(seed, f"weights of {name}", self.shard)
                 weights.append(Weight(members.get(name), codecs.get(name), key))
-            self._gathers.append(self._install(record, weights))
-
-    def _install(self, record: Any, weights: list[Weight]) -> WeightGather:
-        of = self, record, weights, record._all_gather_comm
-        gather = DifferenceGather(*of) if self.keep == "reference" else WeightGather(*of)
-        record._all_gather_comm = gather
-        return gather
+            kind = DifferenceGather if self.keep == "reference" else WeightGather
+            self._gathers.append(kind(self, record, weights))
 
     def start(self, request: Request, name: str, raw_bytes: int) -> Future[Outcome]:
         """Start a collective that gathers weights, or prepares to; its future."""
@@ -173,7 +167,7 @@ class GatheredWeights:
         raw, wire = totals["weights_raw_bytes"], totals["weights_wire_bytes"]
         kept = sum(gather.kept_bytes for gather in self._gathers)
         once = [g for g in self._gathers if g.frozen and self.keep in ("payload", "reference")]
-        values = sum(math.prod(p._orig_size) for g in once for p in g.record.fsdp_params)
+        values = sum(math.prod(shape_of(p)) for g in once for p in g.record.fsdp_params)
         return {
             **totals,
             "weights_ratio": times_less(raw, wire),
@@ -189,7 +183,7 @@ class GatheredWeights:
         """Restore FSDP2's own gathers and end counting versions: the handle is detached."""
         self.versions.unwatch()
         for gather in self._gathers:
-            gather.record._all_gather_comm = gather.before
+            replace_collective(gather.record, "all_gather", gather.before)
 
     # ---- differences
 
@@ -204,8 +198,8 @@ class GatheredWeights:
         for gather in self._gathers:
             frozen = gather.frozen
             if frozen or self.differences:
-                shards = (p.sharded_param for p in gather.record.fsdp_params)
-                kinds[not frozen].extend(getattr(s, "_local_tensor", s).detach() for s in shards)
+                params = gather.record.fsdp_params
+                kinds[not frozen].extend(shard_of(p.sharded_param) for p in params)
         return kinds
 
     def _most(self, told: int, device: torch.device) -> int:
@@ -239,8 +233,7 @@ class GatheredWeights:
         for gather in self._gathers:
             gather.forget()
         for one in self.differences:
-            if all(name in parts for name in one.names):
-                one.load([parts[name] for name in one.names], set(one.names) <= set(current))
+            one.load(parts, current)
         self.changes.loaded(changed, not parts, digest)
 
 

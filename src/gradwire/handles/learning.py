@@ -21,7 +21,7 @@ import torch
 
 from gradwire.codecs import LearnedLevels, learning
 from gradwire.errors import ConfigError
-from gradwire.handles.fsdp import Groups, shard_lengths
+from gradwire.handles.fsdp import Groups, shard_lengths, shard_of
 from gradwire.planner.learned import KINDS, Learned, learns
 from gradwire.planner.plan import Plan
 
@@ -112,8 +112,7 @@ def _fit(
         row[0] = _MISSING
         return
     codec = target.codec
-    local = getattr(values, "_local_tensor", values).detach()
     even = LearnedLevels(codec.bits, codec.block, codec.rounding).grid
     stochastic = codec.rounding == "stochastic"
-    levels = learning.learn(local, even, codec.block, stochastic, steps, 0, check)
+    levels = learning.learn(shard_of(values), even, codec.block, stochastic, steps, 0, check)
     row[: 2**codec.bits] = torch.tensor(levels, dtype=row.dtype)

@@ -33,50 +33,50 @@ class Payloads:
     Args:
         pieces: the parameters, in FSDP's order.
         codecs: of each of them; `Identity` copies.
-        stride: values of a rank, with padding.
-        ranks: that gather.
 
     Attributes:
+        stride: values of a rank, with padding.
+        ranks: that gather.
         nbytes: of each rank's payloads.
-        ends: of each parameter within a rank's values, padding included.
+        coded: by number, the places within a rank's values of parameters that are not copied.
+        looked: whether ranks have looked for unfit parameters in it.
     """
 
     def __init__(
         self,
         pieces: Sequence[Piece],
         codecs: Sequence[Codec],
-        stride: int,
-        ranks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.pieces = list(pieces)
-        self.ends = [*(piece.at for piece in self.pieces[1:]), stride]
-        self.stride, self.ranks = stride, ranks
+        self.stride, self.ranks = pieces[-1].end, len(pieces[0].lengths)
         self.dtype, self.device = dtype, device
-        sizes = np.array(
-            [
-                [layout(codec, dtype).nbytes(piece.lengths[rank]) for rank in range(ranks)]
-                for piece, codec in zip(pieces, codecs, strict=True)
-            ],
-            dtype=np.int64,
-        ).reshape(len(self.pieces), ranks)
-        self._sizes = sizes
-        self.nbytes = tuple(int(n) for n in sizes.sum(axis=0))
-        by_rank = sizes.T.ravel()  # parameter after parameter, rank after rank
-        self._begin = (by_rank.cumsum() - by_rank).reshape(ranks, -1).T
-        self._most = {
-            at: _most(codec, dtype)
-            for at, codec in enumerate(codecs)
-            if not isinstance(codec, Identity)
-        }
-        self._coded = [(at, r) for at in self._most for r in range(ranks) if sizes[at, r]]
-        self._firsts = np.array([self._begin[one] for one in self._coded], dtype=np.int64)
-        self._kernels: dict[Codec, tuple[Kernels, list[int]]] = {}
-        for at, codec in enumerate(codecs):
-            if codec not in self._kernels:
-                self._kernels[codec] = kernels_of(codec, dtype, device), []
-            self._kernels[codec][1].append(at)
+        self.looked = False
+        both = list(zip(pieces, codecs, strict=True))
+        sizes = [[layout(codec, dtype).nbytes(n) for n in piece.lengths] for piece, codec in both]
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self.nbytes = tuple(self._sizes.sum(axis=0).tolist())
+        # Of each parameter and rank, at addresses from 0 on.
+        self._rows = np.zeros(self._sizes.shape, ROW)
+        first = np.arange(self.ranks) * self.stride + np.array([[piece.at] for piece in pieces])
+        self._rows["values"] = first * dtype.itemsize
+        ends = self._sizes.T.cumsum().reshape(self.ranks, -1).T
+        self._rows["payload"] = ends - self._sizes
+        self._rows["numel"] = [piece.lengths for piece in pieces]
+        self._padding = [
+            slice(rank * self.stride + piece.at + length, rank * self.stride + piece.end)
+            for piece in pieces
+            for rank, length in enumerate(piece.lengths)
+            if piece.at + length < piece.end
+        ]
+        self._kernels = [
+            (kernels_of(one, dtype, device), [n for n, codec in enumerate(codecs) if codec == one])
+            for one in dict.fromkeys(codecs)
+        ]
+        coded = [n for n, codec in enumerate(codecs) if not isinstance(codec, Identity)]
+        self.coded = {n: slice(pieces[n].at, pieces[n].end) for n in coded}
+        self._most = {n: _most(codecs[n], dtype) for n in coded}
 
     def own(self, payloads: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of all payloads that a rank encodes."""
@@ -93,40 +93,11 @@ class Payloads:
         Raises:
             ConfigError: the memory does not fit this layout.
         """
-        self._check(values, self.stride, payloads)
-        for kernels, of in self._kernels.values():
-            before = rank * self.stride * self.dtype.itemsize
-            rows = self._rows(of, [rank], values.data_ptr() - before, payloads.data_ptr())
-            rows["key"] = keys[of]
-            self._run(kernels, "encode", rows)
-
-    def unfit(self, values: torch.Tensor, rank: int) -> list[int]:
-        """The parameters that are unfit for their codecs, of a rank's `values`, with padding. Waits
-        for the device."""
-        found = []
-        for at, most in self._most.items():
-            part = values[self.pieces[at].at :][: self.pieces[at].lengths[rank]]
-            if part.numel():
-                low, high = torch.stack(torch.aminmax(part)).tolist()
-                if not (low >= -most and high <= most):  # NaN is neither
-                    found.append(at)
-        return found
-
-    def withhold(self, payloads: torch.Tensor, rank: int, parameters: Sequence[int]) -> None:
-        """Make a rank's payloads of these parameters say that they are unfit."""
-        for at in parameters:
-            self._of(payloads, at, rank)[:] = _ONES
-
-    def withheld(self, payloads: torch.Tensor) -> list[int]:
-        """The parameters of which any rank has withheld its payload. Waits for the device."""
-        found = payloads.cpu().numpy()
-        (likely,) = np.nonzero(found[self._firsts] == _ONES)  # mostly none
-        coded = [self._coded[n] for n in likely]
-        return sorted({at for at, r in coded if (self._of(found, at, r) == _ONES).all()})
-
-    def _of(self, payloads: Any, at: int, rank: int) -> Any:
-        """The part of a rank's payload of a parameter."""
-        return payloads[self._begin[at, rank] :][: self._sizes[at, rank]]
+        check_memory("weights", "values", values, self.stride, self.dtype, self.device)
+        rows = self._rows[:, rank : rank + 1].copy()
+        rows["values"] -= np.uint64(rank * self.stride * self.dtype.itemsize)
+        rows["key"] = keys[:, None]
+        self._run("encode", rows, values, payloads)
 
     def decode(self, payloads: torch.Tensor, values: torch.Tensor) -> None:
         """Decode all ranks' payloads into `values`, whose padding becomes zero.
@@ -135,37 +106,47 @@ class Payloads:
             CodecError: a payload is malformed.
             ConfigError: the memory does not fit this layout.
         """
-        self._check(values, self.ranks * self.stride, payloads)
-        for kernels, of in self._kernels.values():
-            every = range(self.ranks)
-            rows = self._rows(of, every, values.data_ptr(), payloads.data_ptr())
-            self._run(kernels, "decode", rows)
-        parts = values.view(self.ranks, self.stride)
-        for piece, end in zip(self.pieces, self.ends, strict=True):
-            for rank, length in enumerate(piece.lengths):
-                parts[rank, piece.at + length : end].zero_()
-
-    def _check(self, values: torch.Tensor, numel: int, payloads: torch.Tensor) -> None:
-        nbytes = sum(self.nbytes)
+        numel = self.ranks * self.stride
         check_memory("weights", "values", values, numel, self.dtype, self.device)
+        self._run("decode", self._rows.copy(), values, payloads)
+        for padding in self._padding:
+            values.view(-1)[padding].zero_()
+
+    def _run(
+        self, form: str, rows: np.ndarray, values: torch.Tensor, payloads: torch.Tensor
+    ) -> None:
+        """Run a form on rows of each parameter."""
+        nbytes, on_gpu = sum(self.nbytes), self.device.type == "cuda"
         check_memory("weights", "payloads", payloads, nbytes, torch.uint8, self.device)
-
-    def _rows(
-        self, of: Sequence[int], ranks: Sequence[int], values: int, payloads: int
-    ) -> np.ndarray:
-        """A row for each of these parameters on each of these ranks, of no values on some."""
-        rows = np.zeros((len(of), len(ranks)), ROW)
-        at = np.array([self.pieces[p].at for p in of], dtype=np.int64)[:, None]
-        first = np.array(ranks, dtype=np.int64)[None] * self.stride
-        rows["values"] = values + (first + at) * self.dtype.itemsize
-        rows["payload"] = payloads + self._begin[np.ix_(of, ranks)]
-        rows["numel"] = [[self.pieces[p].lengths[rank] for rank in ranks] for p in of]
-        return rows.ravel()
-
-    def _run(self, kernels: Kernels, form: str, rows: np.ndarray) -> None:
-        on_gpu = self.device.type == "cuda"
+        rows["values"] += np.uint64(values.data_ptr())
+        rows["payload"] += np.uint64(payloads.data_ptr())
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
-            kernels.run(form, rows, threads=torch.get_num_threads())
+            for kernels, of in self._kernels:
+                kernels.run(form, rows[of].ravel(), threads=torch.get_num_threads())
+
+    def withhold(self, values: torch.Tensor, payloads: torch.Tensor, rank: int) -> None:
+        """Make a rank's payloads of parameters that are unfit in its `values`, with padding, say
+        so. Waits for the device."""
+        for at, most in self._most.items():
+            part = values[self.pieces[at].at :][: self.pieces[at].lengths[rank]]
+            if part.numel():
+                low, high = torch.stack(torch.aminmax(part)).tolist()
+                if not (low >= -most and high <= most):  # NaN is neither
+                    self._of(payloads, at, rank)[:] = _ONES
+
+    def withheld(self, payloads: torch.Tensor) -> list[int]:
+        """The parameters of which any rank has withheld its payload. Waits for the device."""
+        coded = np.array(list(self._most), dtype=np.int64)
+        at, rank = self._sizes[coded].nonzero()
+        at = coded[at]
+        found = payloads.cpu().numpy()
+        likely = found[self._rows["payload"][at, rank]] == _ONES  # mostly none
+        pairs = zip(at[likely].tolist(), rank[likely].tolist(), strict=True)
+        return sorted({at for at, rank in pairs if (self._of(found, at, rank) == _ONES).all()})
+
+    def _of(self, payloads: Any, at: int, rank: int) -> Any:
+        """The part of a rank's payload of a parameter."""
+        return payloads[int(self._rows["payload"][at, rank]) :][: self._sizes[at, rank]]
 
 
 def _most(codec: Codec, dtype: torch.dtype) -> float:

@@ -8,21 +8,20 @@ for which the scatter has no error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FSDPReduceScatter
 
 from gradwire.aggregators import Attached
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, ReduceScatter, Request
 from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
-from gradwire.handles.fsdp import Piece, factor_of, scattered
+from gradwire.handles.fsdp import Allocates, FSDPReduceScatter, Piece, factor_of, scattered
 
 if TYPE_CHECKING:
     from gradwire.handles.scatters import Scatters
@@ -73,7 +72,7 @@ class Scattered:
         return found
 
 
-class Scatter(FSDPReduceScatter):
+class Scatter(Allocates, FSDPReduceScatter):
     """The reduce-scatter of one group of parameters.
 
     Args:
@@ -88,11 +87,6 @@ class Scatter(FSDPReduceScatter):
         self.of = of
         self.members = members
         self.last: Scattered | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -123,8 +117,8 @@ class Scatter(FSDPReduceScatter):
                 _pay(_own(residual, piece, rank), shards[rank])
             request.target.copy_(shards[rank])
         of.scatter(members, requests, input_tensor)
-        for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), what.stride], strict=True):
-            output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
+        for piece in pieces:  # padding, seen by hooks
+            output_tensor[piece.at + piece.lengths[rank] : piece.end].zero_()
         if factor != 1.0:
             output_tensor.mul_(factor)
         return None

@@ -25,6 +25,7 @@ from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.handles.backward import Backward, Forward, running
+from gradwire.handles.fsdp import collective_of, replace_collective, shard_of
 from gradwire.handles.gathered import NO_STATS, GatheredWeights
 from gradwire.handles.learning import learned, wanted
 from gradwire.handles.reductions import Reductions
@@ -104,10 +105,10 @@ class Scatters(Reductions):
             self._forward = Forward(model, self._interrupt)
 
     def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
-        self._replaced.append((record, record._reduce_scatter_comm, record.mesh_info))
+        self._replaced.append((record, collective_of(record, "reduce_scatter"), record.mesh_info))
         if self.groups.scatter is not None:
-            scatter = record._reduce_scatter_comm = Scatter(self, members)
-            self._scatters.append(scatter)
+            self._scatters.append(Scatter(self, members))
+            replace_collective(record, "reduce_scatter", self._scatters[-1])
         if self.groups.replicas is not None:
             record.mesh_info = copy.copy(record.mesh_info)
             between = Replicas(self.groups.replicas, self, members)
@@ -127,7 +128,8 @@ class Scatters(Reductions):
             self._forward.unwatch()
         self._backward.unwatch()
         for record, scatter, mesh in self._replaced:
-            record._reduce_scatter_comm, record.mesh_info = scatter, mesh
+            replace_collective(record, "reduce_scatter", scatter)
+            record.mesh_info = mesh
         self._replaced.clear()
         self.close()
 
@@ -400,9 +402,7 @@ class Scatters(Reductions):
         return [comm for comm in comms if comm is not None and comm.world_size > 1]
 
     def shard(self, name: str) -> torch.Tensor:
-        parameter = self._records[name].sharded_param
-        local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
-        return local
+        return shard_of(self._records[name].sharded_param)
 
     def learn(self, smallest: int, steps: int) -> int:
         if self.groups.scatter is None or not self.installed:

@@ -349,11 +349,8 @@ def weights_section(weights: GatheredWeights, sharding: Sharding) -> StateSectio
         references: dict[str, torch.Tensor] = {}
         current: list[str] = []
         for gather in weights.differences:
-            parts = gather.state()
-            if parts is not None:
-                shapes = (sharding.part(name, weights.shard) for name in gather.names)
-                shaped = map(torch.Tensor.view, parts, shapes)
-                references.update(zip(gather.names, shaped, strict=True))
+            for name, part in gather.state().items():
+                references[name] = part.view(sharding.part(name, weights.shard))
             if gather.version >= changes.needed(gather.frozen):
                 current += gather.names
         kept = {"references": references, "current": current}

@@ -15,9 +15,12 @@ from gradwire.collectives.legal import FLOATS, check_algorithm
 from gradwire.errors import ConfigError
 from gradwire.handles.fsdp import (
     Groups,
+    collective_of,
     gradient_dtype,
+    name_in,
     parameter_groups,
     process_groups,
+    shape_of,
     shard_lengths,
 )
 from gradwire.handles.scatter import Replicas, Scatter
@@ -133,13 +136,18 @@ def not_free(where: str, record: Any) -> str | None:
     """
     if not hasattr(record.mesh_info, "shard_mesh_size"):
         return f"module {where} is replicated, not sharded: wrap it with DDP, and attach to that"
-    scatter = type(record._reduce_scatter_comm)
-    if not scatter.__module__.startswith("torch."):
-        return (
-            f"module {where} has a custom reduce-scatter, {scatter.__name__} "
-            "(set_custom_reduce_scatter), which gradwire would replace: use one of the two"
-        )
-    return None
+    return _custom(f"module {where}", record, "reduce_scatter")
+
+
+def _custom(whose: str, record: Any, verb: str) -> str | None:
+    """That a group has a script's own object for a collective, or None."""
+    by = type(collective_of(record, verb))
+    if by.__module__.startswith("torch."):
+        return None
+    return (
+        f"{whose} has a custom {verb.replace('_', '-')}, {by.__name__} (set_custom_{verb}), which "
+        "gradwire would replace: use one of the two"
+    )
 
 
 def check_nodes(options: Options, shards: int) -> None:
@@ -155,19 +163,17 @@ def check_nodes(options: Options, shards: int) -> None:
 def check_gathers(trained: Trained) -> None:
     """Raise ConfigError if a group's weights are gathered by a script's own object."""
     for record in trained.records:
-        gather = type(record._all_gather_comm)
-        if not gather.__module__.startswith("torch."):
-            name = trained.names.get(record.fsdp_params[0], "(no name)")
-            raise ConfigError(
-                f"the group of parameter {name} has a custom all-gather, {gather.__name__} "
-                "(set_custom_all_gather), which gradwire would replace: use one of the two"
-            )
+        name = trained.names.get(record.fsdp_params[0], "(no name)")
+        reason = _custom(f"the group of parameter {name}", record, "all_gather")
+        if reason is not None:
+            raise ConfigError(reason)
 
 
 def is_attached(record: Any) -> bool:
     """Whether a handle has replaced the collectives of a group of parameters."""
     between = getattr(record.mesh_info, "replicate_process_group", None)
-    return isinstance(record._reduce_scatter_comm, Scatter) or isinstance(between, Replicas)
+    scatter = collective_of(record, "reduce_scatter")
+    return isinstance(scatter, Scatter) or isinstance(between, Replicas)
 
 
 def trained_of(
@@ -201,10 +207,10 @@ def trained_of(
             if parameter.sharded_param.is_floating_point():
                 trained |= parameter.sharded_param.requires_grad
                 # During backward, modules hold unsharded parameters; then FSDP knows the names.
-                known = names_of.get(parameter.sharded_param) or [plain_name(parameter._param_fqn)]
+                known = names_of.get(parameter.sharded_param) or [plain_name(name_in(parameter))]
                 names[parameter] = known[0]
                 dtype = parameter.sharded_param.dtype
-                shape = torch.empty(parameter._orig_size, dtype=dtype, device="meta")
+                shape = torch.empty(shape_of(parameter), dtype=dtype, device="meta")
                 named += [(name, shape) for name in known]
     if len(found) > 1:
         first, second = list(found.values())[:2]

@@ -18,27 +18,26 @@ no trained parameter (adapters, LoRA) payloads are then kept until its weights h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGather
 
 from gradwire.aggregators import Attached
 from gradwire.codecs import Codec, Identity
 from gradwire.collectives import AllGather
 from gradwire.collectives.legal import FLOATS
-from gradwire.engine import Outcome
 from gradwire.handles.backward import in_backward
-from gradwire.handles.decoding import Decoding, InOrder
+from gradwire.handles.decoding import Decoding
 from gradwire.handles.fsdp import (
+    FSDPAllGather,
     forward_of,
     gathered,
     gathers_again,
     gathers_shards,
+    replace_collective,
 )
 from gradwire.handles.payloads import Payloads, kernels_of
 from gradwire.lang import rng
@@ -59,40 +58,12 @@ class Weight:
         codec: None: uncompressed.
         unfit: uncompressed although the plan has a codec for it; see handles/payloads.py.
         key: of the random numbers: equal on all replicas of a shard.
-        version: of the weights when it was last encoded; None: it was not.
-        step: the gradient's step from then.
     """
 
     member: Attached | None
     codec: Codec | None
     key: int
-    version: int | None = None
-    step: int = 0
     unfit: bool = False
-
-    def draw(self, version: int, frozen: bool) -> int:
-        """The step of the random numbers; version 0 is that of weights that nobody counts. Those of
-        frozen weights stay."""
-        if not (version == self.version != 0 or (frozen and self.version is not None)):
-            self.version = version
-            self.step = 0 if self.member is None else self.member.step
-        return self.step
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What a gather moves.
-
-    Attributes:
-        payloads: of all ranks, once the gather has ended.
-        own: what this rank's stand for, unchanged until payloads are decoded.
-        looks: whether a payload may be withheld.
-    """
-
-    layout: Payloads
-    payloads: torch.Tensor
-    own: torch.Tensor
-    looks: bool
 
 
 class WeightGather(FSDPAllGather):
@@ -102,32 +73,26 @@ class WeightGather(FSDPAllGather):
         of: the weights of all groups: sends, counts, and has the rules.
         record: FSDP's of the group.
         weights: of each of its parameters, in order.
-        before: FSDP's own all-gather; what FSDP2 gathers anew from weights that were decoded
-            already, and groups of several dtypes, go through it.
 
     Attributes:
+        before: FSDP's own all-gather; what FSDP2 gathers anew from weights that were decoded
+            already, and groups of several dtypes, go through it.
         kept: the payloads of the last gather of a forward, with keep="payload".
         version: of the weights, as `Changes` counts them, when they were last gathered; OLD if
             nobody told when they changed.
     """
 
-    def __init__(
-        self,
-        of: GatheredWeights,
-        record: Any,
-        weights: Sequence[Weight],
-        before: FSDPAllGather,
-    ) -> None:
+    def __init__(self, of: GatheredWeights, record: Any, weights: Sequence[Weight]) -> None:
         self.of = of
         self.record = record
         self.weights = list(weights)
-        self.before = before
+        self.before: FSDPAllGather = replace_collective(record, "all_gather", self)
         self.kept: torch.Tensor | None = None
         self._next: list[Codec | None] | None = None
         self._payloads: Payloads | None = None
         self.version = OLD
-        self._asked = 0
-        self._new = True  # nobody has looked for unfit values in this layout
+        self._counted: int | None = None  # steps of optimizers as weights were encoded anew
+        self._steps: list[int] = []  # of the gradients, from then
         self._draws = 0  # gathers that drew anew from the same weights
 
     def allocate(
@@ -163,9 +128,7 @@ class WeightGather(FSDPAllGather):
     def agreed(self, device: torch.device) -> int:
         """The version of the weights that ranks agree on as they gather."""
         forward = forward_of(self.record)
-        needed = self.of.changes.agreed(self._asked, device, self.frozen, forward)
-        self._asked = self.of.changes.asked
-        return needed
+        return self.of.changes.agreed(self, device, self.frozen, forward)
 
     def use(self, codecs: Sequence[Codec | None]) -> None:
         """Gather in these codecs, of each parameter, from the next forward on; equal on all
@@ -182,8 +145,6 @@ class WeightGather(FSDPAllGather):
     def _leave_out(self, unfit: Sequence[int]) -> None:
         """Gather these parameters uncompressed until the plan changes, or a state is loaded: then
         they are found again, so no state has them. Equal on all ranks."""
-        if not unfit:
-            return
         for weight in (self.weights[at] for at in unfit):
             weight.codec, weight.unfit = None, True
         self._payloads = self.kept = None
@@ -198,87 +159,76 @@ class WeightGather(FSDPAllGather):
         if self.kept is not None and (again or (frozen and self.version >= needed)):
             layout.decode(self.kept, every)
             return None
-        sent, ended = self._send(layout, own, self._keys(again), own)
+        sampled = self._sample(layout, own)
+        work = self._start(layout, own, self._keys(again), own, every, sampled)
         if not again:
             keeps = self.of.keep == "payload" and (frozen or gathers_again(self.record))
-            self.kept = sent.payloads if keeps else None
+            self.kept = work.payloads if keeps else None
             self.version = self.of.changes.version if frozen else OLD
-        sampled = None if again else self._sample(layout, own)
+        return work
 
-        def decode() -> None:
-            layout.decode(sent.payloads, every)
-            if sampled is not None:
-                sampled(every)
-
-        return self._decoding(sent, ended, decode, every)
-
-    def _sample(self, layout: Payloads, own: torch.Tensor) -> Callable[[torch.Tensor], None] | None:
-        """What notes the error of this rank's values, given those of all ranks decoded, where
-        metrics are due to be sampled."""
-        sampler, values = self.of.sampler, own.clone() if self.of.sampler.due else None
-        if values is None:
-            return None
+    def _sample(self, layout: Payloads, own: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """What notes the error of this rank's values, given those of all ranks decoded, in a
+        forward of which metrics are due to be sampled."""
+        if in_backward() or not self.of.sampler.due:
+            return _nothing
+        values = own.clone()
 
         def sample(every: torch.Tensor) -> None:
             decoded = every.view(layout.ranks, -1)[self.of.shard]
             for weight, name, piece in zip(self.weights, self.names, layout.pieces, strict=True):
                 if weight.codec is not None and piece.lengths[self.of.shard]:
                     part = slice(piece.at, piece.at + piece.lengths[self.of.shard])
-                    sampler.add_weight(name, values[part].float(), decoded[part].float())
+                    self.of.sampler.add_weight(name, values[part].float(), decoded[part].float())
 
         return sample
 
-    def _send(
-        self, layout: Payloads, values: torch.Tensor, keys: np.ndarray, own: torch.Tensor
-    ) -> tuple[Sent, Future[Outcome]]:
-        """Encode this rank's `values`, which stand for its `own`, and start to gather."""
-        rank = self.of.shard
+    def _start(
+        self,
+        layout: Payloads,
+        values: torch.Tensor,
+        keys: np.ndarray,
+        own: torch.Tensor,
+        every: torch.Tensor,
+        then: Callable[[torch.Tensor], None],
+    ) -> Decoding:
+        """Encode this rank's `values`, which stand for its `own`, and start to gather into `every`;
+        `then` is called with it once it is decoded."""
         payloads = torch.empty(sum(layout.nbytes), dtype=torch.uint8, device=own.device)
-        layout.encode(values, payloads, rank, keys)
+        layout.encode(values, payloads, self.of.shard, keys)
         looks = self._looks(layout)
         if looks:
-            self._new = False
-            layout.withhold(payloads, rank, layout.unfit(values, rank))
-        request = AllGather(layout.own(payloads, rank), lengths=layout.nbytes, into=payloads)
-        raw_bytes = own.nbytes * (layout.ranks - 1)
-        ended = self.of.start(request, "payloads of weights", raw_bytes)
-        return Sent(layout, payloads, own, looks), ended
+            layout.looked = True
+            layout.withhold(values, payloads, self.of.shard)
+        sent = layout.own(payloads, self.of.shard)
+        request = AllGather(sent, lengths=layout.nbytes, into=payloads)
+        ended = self.of.start(request, "payloads of weights", own.nbytes * (layout.ranks - 1))
+
+        def decode() -> list[int]:
+            # What a forward allocates in torch's inference mode may be changed in no other mode.
+            with torch.inference_mode():
+                unfit = layout.withheld(payloads) if looks else []
+                if not unfit:
+                    layout.decode(payloads, every)
+                    then(every)
+                return unfit
+
+        def once_more(unfit: list[int]) -> None:
+            self._leave_out(unfit)
+            with self.of.exposed():
+                work = self.gather(every, own)
+            if work is not None:
+                work.wait()
+
+        return Decoding(self.of, ended, payloads, decode, once_more)
 
     def _looks(self, layout: Payloads) -> bool:
         """Whether ranks look for unfit parameters in this gather: equal on all of them. On a GPU
         hosts would wait for it in each step; there it is done in the first gather of a layout, and
         for a group that is gathered only once its weights have changed."""
         rare = self.frozen and self.of.keep in ("payload", "reference")
-        often = self._new or rare or layout.device.type == "cpu"
-        return often and layout is self._payloads and not in_backward()
-
-    def _decoding(
-        self,
-        sent: Sent,
-        ended: Future[Outcome],
-        decode: Callable[[], None],
-        every: torch.Tensor,
-    ) -> dist.Work:
-        """The Work of a gather into `every`; `decode` decodes payloads as they have arrived."""
-
-        def decode_anywhere() -> bool:
-            # What a forward allocates in torch's inference mode may be changed in no other mode.
-            with torch.inference_mode():
-                if sent.looks and sent.layout.withheld(sent.payloads):
-                    return False
-                decode()
-                return True
-
-        def once_more() -> None:
-            self._leave_out(sent.layout.withheld(sent.payloads))
-            with self.of.exposed():
-                work = self.gather(every, sent.own)
-            if work is not None:
-                work.wait()
-
-        if sent.payloads.device.type == "cuda":
-            return InOrder(self.of, ended, decode_anywhere, once_more, sent.payloads)
-        return Decoding(self.of, ended, decode_anywhere, once_more)
+        often = not layout.looked or rare or layout.device.type == "cpu"
+        return often and not in_backward()
 
     def rehearse(self, codecs: Sequence[Codec | None]) -> None:
         """Compile the kernels of these codecs."""
@@ -295,24 +245,33 @@ class WeightGather(FSDPAllGather):
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
-        self.kept, self.version, self._new = None, OLD, True
-        for weight in self.weights:
-            weight.version = None
+        self.kept, self.version, self._counted = None, OLD, None
+        if self._payloads is not None:
+            self._payloads.looked = False
 
     def _layout(self, own: torch.Tensor) -> Payloads:
-        known, ranks = self._payloads, self.of.shards
+        known = self._payloads
         if known is None or (known.dtype, known.device) != (own.dtype, own.device):
-            pieces = gathered(self.record, own.numel(), ranks)
-            codecs = [w.codec or Identity() for w in self.weights]
-            known = Payloads(pieces, codecs, own.numel(), ranks, own.dtype, own.device)
-            self._payloads, self._new = known, True
+            codecs = [weight.codec or Identity() for weight in self.weights]
+            known = self._payloads = self._laid_out(own, codecs)
         return known
+
+    def _laid_out(self, own: torch.Tensor, codecs: Sequence[Codec]) -> Payloads:
+        pieces = gathered(self.record, own.numel(), self.of.shards)
+        return Payloads(pieces, codecs, own.dtype, own.device)
 
     def _keys(self, again: bool) -> np.ndarray:
         """The keys of a gather's random numbers, by parameter; `again`: in backward."""
         redraws = again and self.of.keep == "redraw"
         self._draws = self._draws + 1 if redraws else 0
-        frozen = self.frozen
-        steps = [w.draw(self.of.versions.steps, frozen) for w in self.weights]
+        known, now = self._counted, self.of.versions.steps
+        # 0: nobody counts the versions of the weights. Numbers of frozen ones stay.
+        if not (now == known != 0 or (self.frozen and known is not None)):
+            self._counted = now
+            self._steps = [0 if w.member is None else w.member.step for w in self.weights]
         keys = np.array([w.key for w in self.weights], dtype=np.uint64)
-        return rng.step_keys(keys, np.array(steps, dtype=np.int64), self._draws)
+        return rng.step_keys(keys, np.array(self._steps, dtype=np.int64), self._draws)
+
+
+def _nothing(every: torch.Tensor) -> None:
+    """What follows a gather that is not sampled."""

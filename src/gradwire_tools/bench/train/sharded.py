@@ -39,12 +39,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 import gradwire
 from gradwire.aggregators import Compressed, registry
 from gradwire.errors import ConfigError, use_one_of
+from gradwire.handles.fsdp import Allocates, FSDPAllGather, FSDPReduceScatter
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
 from gradwire_tools.bench.train.methods import Applied, Shapes, compiled, of_handle
 
@@ -271,7 +270,7 @@ def kept(numel: int, ratio: float) -> int:
     return math.ceil(numel / ratio)
 
 
-class _Torchs(DefaultAllocMixin):
+class _Torchs(Allocates):
     """A collective of the first 1/`ratio` of each rank's part, of values cast to `width`.
 
     Attributes:
@@ -284,7 +283,7 @@ class _Torchs(DefaultAllocMixin):
         self.wire_bytes = 0
 
 
-class TorchGather(_Torchs, AllGather):
+class TorchGather(_Torchs, FSDPAllGather):
     """Torch's all-gather of weights."""
 
     def __call__(
@@ -309,7 +308,7 @@ class TorchGather(_Torchs, AllGather):
         return None
 
 
-class TorchScatter(_Torchs, ReduceScatter):
+class TorchScatter(_Torchs, FSDPReduceScatter):
     """Torch's reduce-scatter of gradients; 16-bit values are divided by the number of ranks before
     they are summed, as in DDP's hooks."""
 
