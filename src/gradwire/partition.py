@@ -17,7 +17,7 @@ of their tensors, each at a multiple of 16 bytes after the header.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gradwire.codecs import Identity
-from gradwire.engine.message import ALIGNMENT
+from gradwire.engine.message import align
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, Exact, layout
 
@@ -203,8 +203,10 @@ def partition(
 
     rows = np.bincount(chunk * segments + segment, minlength=chunks * len(forms) * segments)
     first = np.concatenate([[0], rows.cumsum()])
-    nbytes = _nbytes(kinds, kind, numel)
-    ends = np.concatenate([[0], (nbytes + -nbytes % ALIGNMENT).cumsum()])
+    nbytes = np.zeros_like(numel)
+    for n, (codec, dtype) in enumerate(kinds):
+        nbytes[kind == n] = row_nbytes(layout(codec, dtype).nbytes, numel[kind == n])
+    ends = np.concatenate([[0], align(nbytes).cumsum()])
     offset = ends[:-1] - np.repeat(ends[first[:-1]], rows)
     sizes = np.diff(ends[first]).reshape(-1, segments).T.tolist()
     columns = (kind, item, start, numel, at, segment, chunk, offset, first)
@@ -247,7 +249,7 @@ def _pipeline(
         return chunk, np.zeros_like(chunk), item, start[chunk, item], numel[chunk, item]
     nbytes = np.zeros_like(numel)
     for i, spec in enumerate(specs):
-        nbytes[:, i] = _nbytes([(spec.codec, spec.dtype)], np.zeros_like(start[:, i]), numel[:, i])
+        nbytes[:, i] = row_nbytes(layout(spec.codec, spec.dtype).nbytes, numel[:, i])
     total = nbytes.sum(axis=1)
     done = np.zeros(len(numel))
     rows: list[tuple[np.ndarray, ...]] = []
@@ -277,12 +279,7 @@ def _pipeline(
     return tuple(column[order] for column in columns)
 
 
-def _nbytes(kinds: Sequence[Kind], kind: np.ndarray, numel: np.ndarray) -> np.ndarray:
+def row_nbytes(nbytes: Callable[[int], int], numel: np.ndarray) -> np.ndarray:
     """Payload bytes per row. There are few different sizes, so each is computed once."""
-    found = np.zeros_like(numel)
-    for number, (codec, dtype) in enumerate(kinds):
-        of_kind = (kind == number).nonzero()[0]
-        values, place = np.unique(numel[of_kind], return_inverse=True)
-        lay = layout(codec, dtype)
-        found[of_kind] = np.array([lay.nbytes(n) for n in values.tolist()], dtype="i8")[place]
-    return found
+    values, place = np.unique(numel, return_inverse=True)
+    return np.array([nbytes(n) for n in values.tolist()], dtype="i8")[place]

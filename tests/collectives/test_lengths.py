@@ -10,6 +10,7 @@ import logging
 import struct
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -85,10 +86,14 @@ class Found:
 
 
 def reduce_all(
-    comm: Communicator, codec: Codec, options: Options, data: str, steps: int = 2
+    comm: Communicator, codec: Codec | Sequence[Codec], options: Options, data: str, steps: int = 2
 ) -> Found:
-    """Fused all-reduces of all tensors, with residuals."""
-    specs = [Spec(f"p{i}", n, torch.float32, codec, True, i) for i, n in enumerate(SIZES)]
+    """Fused all-reduces of all tensors, with residuals; of one codec, or one per tensor."""
+    used = [codec] * len(SIZES) if isinstance(codec, Codec) else codec
+    specs = [
+        Spec(f"p{i}", n, torch.float32, c, True, i)
+        for i, (n, c) in enumerate(zip(SIZES, used, strict=True))
+    ]
     tensors: list[torch.Tensor] = []
     counted = []
     collective = prepare(comm.calls, specs, options)
@@ -162,6 +167,28 @@ def test_law_5_what_is_in_use_is_sent_and_no_bit_changes(
     if "full" not in way:  # "full" also sends uncompressed messages, which are not packed
         assert all(account(messages) for messages in spy.seen.values())
     assert n == 1 or spy.seen
+
+
+@pytest.mark.parametrize("way", ["hierarchical_codec", "hierarchical_full"])
+def test_buffers_of_fixed_length_travel_beside_packed_ones(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few chunks have rows whose length depends on data; messages of several chunks have both."""
+    used = [CODECS["hardthreshold"] if n < 10 else codecs.get("qsgd") for n in SIZES]
+    options = Options(**{**vars(WAYS[way](5)), "checksum": True, "segments": 2})
+
+    def body(comm: Communicator) -> Found:
+        return reduce_all(comm, used, options, "gaussian")
+
+    spy = Spy()
+    found = as_threads(5, body, Hub(5, corrupt=spy))
+    monkeypatch.setattr(placement, "BORROWED_BYTES", 0)
+    in_memory = as_threads(5, body, Hub(5, lends=True))
+    for rank, (one, other) in enumerate(zip(found, in_memory, strict=True)):
+        assert all(map(torch.equal, one.tensors, other.tensors))
+        assert sum(one.counted) == spy.sent(rank)
+        assert one.left == 0
+    assert sum(sum(one.counted) for one in in_memory) < sum(sum(one.counted) for one in found)
 
 
 def test_law_5_the_formula_counts_what_is_expected() -> None:
@@ -250,9 +277,7 @@ def only_packing(spec: Spec) -> packing.Packing:
     """The packing of a collective's only message."""
     parts = partition([spec], chunks=1, segments=1)
     graph = algorithms.get("all_gather").build(0, 2, parts.sizes)
-    found = packing.packings(graph, parts)[0]
-    assert found is not None
-    return found
+    return packing.packings(graph, parts)[0]
 
 
 def test_codecs_expect_about_what_gaussian_values_give() -> None:

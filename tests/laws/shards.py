@@ -71,5 +71,5 @@ def run(comm: Communicator, request: Request, options: Options) -> torch.Tensor:
     spec = request.spec("w", 0, comm.world_size)
     prepared = prepare(comm.calls, [spec], options, request.operation).prepared
     # where lengths depend on data, the formula uses the codec's expected length
-    assert sent == prepared.wire_bytes or prepared.varies
+    assert sent == prepared.wire_bytes or prepared.program.packings
     return result

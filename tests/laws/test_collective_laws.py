@@ -135,7 +135,7 @@ class Rank:
         collective = prepare(self.comm.calls, specs, self.options, operation)
         outcome = collective.start(items).result(60)
         self.counted.append((collective.prepared.wire_bytes, outcome.wire_bytes))
-        self.varies |= collective.prepared.varies
+        self.varies |= bool(collective.prepared.program.packings)
         self.borrows |= bool(collective.prepared.borrowed)
 
 

@@ -20,6 +20,7 @@ from gradwire.collectives.legal import check_legal
 from gradwire.collectives.operation import AVERAGE, Operation
 from gradwire.collectives.options import Options
 from gradwire.collectives.ordered_job import OrderedJob
+from gradwire.collectives.packed_job import PackedJob
 from gradwire.collectives.prepared import CPU, Prepared
 from gradwire.control import digest
 from gradwire.engine import Issue, Outcome, Owner, Ticket
@@ -199,7 +200,7 @@ def start_round(
     for collective, items in parts:
         stream = ticket.owner.comm.stream(collective.device)
         if stream is None:
-            make: Callable[[Prepared], Job] = partial(Job, items=items, ticket=ticket)
+            make = partial(_job, items=items, ticket=ticket)
             if len(parts) > 1:
                 turns.append(Future())
             running.append(ticket.begin(turns[-1] if turns else collective.ready, make))
@@ -209,6 +210,10 @@ def start_round(
     if turns:
         _take_turns([collective.ready for collective, _ in parts], turns)
     return running
+
+
+def _job(prepared: Prepared, items: Sequence[Item], ticket: Ticket) -> Job:
+    return (PackedJob if prepared.program.packings else Job)(prepared, items, ticket)
 
 
 def _take_turns(ready: Sequence[Future[Prepared]], turns: Sequence[Future[Prepared]]) -> None:

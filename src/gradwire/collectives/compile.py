@@ -6,7 +6,7 @@ between ranks only by rank and by the capabilities of their transports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,9 +25,9 @@ from gradwire.collectives.calls import Calls, kernel_calls
 from gradwire.collectives.legal import check_algorithm
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
-from gradwire.collectives.packing import Packing, expected_sizes, packings
+from gradwire.collectives.packing import Packing, expected, packings
 from gradwire.collectives.placement import borrowed, place
-from gradwire.engine import HEADER_BYTES, Graph
+from gradwire.engine import Graph
 from gradwire.engine.schedule import Wave, lower
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
@@ -90,7 +90,7 @@ class Program:
         arena_bytes: size of all messages; the kernels' workspace follows them.
         wire_bytes: bytes that this rank sends per run, by the algorithm's formula; lengths that
             depend on data count as their codecs expect.
-        packings: per buffer, how its message is packed; None if its length is fixed.
+        packings: how a buffer's message is packed, for those whose length depends on data.
         checksum: whether messages carry one.
         stages: the schedule for a `fifo` transport; else empty.
     """
@@ -105,7 +105,7 @@ class Program:
     readers: Sequence[int]
     arena_bytes: int
     wire_bytes: int
-    packings: Sequence[Packing | None]
+    packings: Mapping[int, Packing]
     checksum: bool
     stages: tuple[Wave, ...]
 
@@ -130,11 +130,10 @@ def compile(
     in_memory = capabilities.in_memory and not capabilities.fifo
     parts = cut(layout, algorithm, world_size, options, in_memory)
     graph = algorithm.build(rank, world_size, parts.sizes)
-    packed = [None] * len(graph.buffer_role) if capabilities.fifo else packings(graph, parts)
-    nbytes = [
-        most if packing is None else most + packing.head_bytes - HEADER_BYTES
-        for most, packing in zip(message_bytes(graph, parts.sizes), packed, strict=True)
-    ]
+    packed = {} if capabilities.fifo else packings(graph, parts)
+    nbytes = message_bytes(graph, parts.sizes)
+    for buffer, packing in packed.items():
+        nbytes[buffer] += packing.table_bytes
     # Messages cannot be read in place where coordinated rounds expect sends to end once the message
     # has left, where links and pinned memory copy messages anyway, and for triton's kernels, which
     # need equal distances.
@@ -151,7 +150,7 @@ def compile(
         for buffer in reads:
             readers[buffer] += 1
     # Where the host does not read messages, they travel at their greatest size.
-    sizes = parts.sizes if capabilities.fifo else expected_sizes(parts)
+    sizes = parts.sizes if capabilities.fifo else expected(parts)[0]
     hop = partial(algorithm.hop, world_size=world_size)
     return Program(
         graph=graph,

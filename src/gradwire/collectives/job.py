@@ -17,7 +17,6 @@ from gradwire.collectives.calls import Step
 from gradwire.collectives.loans import Loans
 from gradwire.collectives.memory import HostMemory, Memory, Slice, StagedMemory, is_staged
 from gradwire.collectives.operation import Operation
-from gradwire.collectives.packed_messages import PackedMessages
 from gradwire.engine import Communicator, Kind, Ticket
 from gradwire.engine.message import Envelope, check, seal, version_of
 from gradwire.engine.thread_driver import Outgoing
@@ -63,7 +62,6 @@ class Job:
         self.borrowed: Mapping[int, int] = collective.borrowed
         program = collective.program
         self.loans = Loans(self.graph, program.nbytes, program.readers)
-        self.packed: PackedMessages | None = None  # of messages whose length depends on data
         self.kernel_seconds = 0.0
         self.kernel_calls = 0
         on_gpu = collective.device.type == "cuda"
@@ -107,11 +105,6 @@ class Job:
         else:
             self.held = HostMemory(c.comm, c.arena_bytes)
         self._fill()
-        if c.varies:
-            pool = c.comm.pools.of(torch.device("cpu"), staging=True)
-            self.packed = PackedMessages(
-                self.graph, c.program.packings, c.packed, pool, self.memory, self._envelope
-            )
 
     def _fill(self) -> None:
         """Make the table of rows, and bind the kernels to it; memory is allocated."""
@@ -127,25 +120,11 @@ class Job:
         return self.held.messages[first:last]
 
     def outgoing(self, task: int) -> Outgoing:
-        buffers = self.graph.message(task)
-        packed = self._packed(*buffers)
-        if packed is not None:
-            return packed.outgoing(task)
-        message = self.memory(*buffers)
+        message = self.memory(*self.graph.message(task))
         return Outgoing(message, message.numel())
-
-    def sent(self, task: int) -> None:
-        packed = self._packed(*self.graph.message(task))
-        if packed is not None:
-            packed.sent(task)
 
     def incoming(self, task: int) -> torch.Tensor:
         return self.memory(*self.graph.message(task))
-
-    def _packed(self, *buffers: int) -> PackedMessages | None:
-        """The sender and receiver of messages whose length depends on data; None for others."""
-        packings = self.collective.program.packings
-        return self.packed if any(packings[b] is not None for b in buffers) else None
 
     def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
         self.loans.lend(buffer, loan, message)
@@ -188,17 +167,12 @@ class Job:
 
     def _seal(self, buffers: tuple[int, ...]) -> None:
         """Write the headers of adjacent buffers."""
-        if len(buffers) > 1 and self._packed(*buffers) is None:
-            envelope, message = self._envelope(buffers[0]), self.memory(*buffers)
+        envelope, message = self._envelope(buffers[0]), self.memory(*buffers)
+        if len(buffers) > 1:
             headers = self.collective.headers(buffers, self._envelope)
             headers.seal(message.numpy(), envelope, self.ticket.version)
-            return
-        for buffer in buffers:
-            packed = self._packed(buffer)
-            if packed is None:
-                seal(self.memory(buffer), self._envelope(buffer), self.ticket.version)
-            else:
-                packed.seal(buffer, self.ticket.version)
+        else:
+            seal(message, envelope, self.ticket.version)
 
     def run_kernels(self, task: int, distances: np.ndarray | None) -> None:
         calls = self.collective.program.calls.of[task]
@@ -233,10 +207,7 @@ class Job:
 
     def received(self, task: int) -> None:
         buffers = self.graph.message(task)
-        packed = self._packed(*buffers)
-        if packed is not None:
-            packed.received(task)
-        elif len(buffers) > 1:
+        if len(buffers) > 1:
             headers = self.collective.headers(buffers, self._envelope)
             array = self.memory(*buffers).numpy()
             version = headers.least_version(array, self._envelope(buffers[0]))
@@ -245,8 +216,7 @@ class Job:
                 return
         for buffer in buffers:
             message = self.memory(buffer)
-            if packed is None:
-                check(message, self._envelope(buffer), self.graph.peer[task])
+            check(message, self._envelope(buffer), self.graph.peer[task])
             self.ticket.version = min(self.ticket.version, version_of(message))
 
     def _envelope(self, buffer: int) -> Envelope:
@@ -256,7 +226,7 @@ class Job:
 
     def finish(self) -> None:
         self.held.give()
-        self.items, self.packed = (), None
+        self.items = ()
         del self.held, self.rows, self.series  # a reference to the job must not keep its memory
 
 

@@ -11,7 +11,6 @@ from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.collectives.memory import is_staged
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
-from gradwire.collectives.packed_messages import packed
 from gradwire.engine import Communicator, Kind
 from gradwire.engine.message import Envelope, Headers
 from gradwire.errors import ConfigError
@@ -43,8 +42,6 @@ class Prepared:
         wire_bytes: bytes that this rank sends per run, see `Program`.
         arena_bytes: memory of one run: its messages, and the kernels' workspace.
         borrowed: first buffer -> bytes, for messages that are read in the sender's memory.
-        varies: whether there are messages whose length depends on data.
-        packed: the sends and receives whose messages travel packed.
         together: per task, the buffers that it writes, grouped by message.
         tags: see `Ticket.tag`.
     """
@@ -86,10 +83,6 @@ class Prepared:
             for message in received
             if message and program.borrowed[message[0]]
         }
-        self.varies = any(packing is not None for packing in program.packings)
-        self.packed = frozenset[int]()
-        if self.varies:
-            self.packed = packed(self.graph, program.packings, comm.transport.reached)
         if fifo:
             announce(codec for codec, _ in program.kinds)
         self._headers: dict[tuple[int, ...], Headers] = {}

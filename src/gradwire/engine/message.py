@@ -5,7 +5,7 @@ call's digest, payload length, checksum, segment, chunk, plan version. Parts of 
 headers: the plan, which ranks compare before its first use, defines every byte
 (docs/reference/wire-format.md). The call's digest covers the arguments that may change from call to
 call, and must be the same on every rank. Where a payload's length depends on data, the length field
-says how much of it is in use, and collectives/packed_messages.py how it travels. The plan version
+says how much of it is in use, and collectives/packing.py how it travels. The plan version
 is the newest that the sender, and all ranks whose values it has summed, can use
 (gradwire.handles.switch).
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -47,10 +48,11 @@ _DIFFERS = {
 }
 _LOW = (1 << 32) - 1
 _WORD = (1 << 64) - 1
+N = TypeVar("N", int, np.ndarray)
 ALIGNMENT = 16  # of every row's payload within a message, so that fields load aligned on a GPU
 
 
-def align(nbytes: int) -> int:
+def align(nbytes: N) -> N:
     """`nbytes` rounded up to the alignment of payloads within a message."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

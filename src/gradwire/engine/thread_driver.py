@@ -60,11 +60,7 @@ class Work(Protocol):
         ...
 
     def outgoing(self, task: int) -> Outgoing:
-        """The message of a send; its memory is in use until `sent`."""
-        ...
-
-    def sent(self, task: int) -> None:
-        """A send has ended."""
+        """The message of a send; its memory is in use until `finish`."""
         ...
 
     def incoming(self, task: int) -> torch.Tensor:
@@ -217,7 +213,6 @@ class ThreadDriver:
 
     def _sent(self, run: Run, task: int, pending: Pending) -> None:
         pending.wait()
-        _work(run).sent(task)
         self._event(run, "sent", task)
 
 

@@ -20,7 +20,7 @@ from gradwire.aggregators.registry import REGISTRY
 from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut
 from gradwire.collectives.legal import uncompressed
-from gradwire.collectives.packing import expected_sizes
+from gradwire.collectives.packing import expected
 from gradwire.engine import Communicator
 from gradwire.engine.topology import Topology
 from gradwire.lang import Codec, layout
@@ -143,7 +143,7 @@ def _wire_bytes(
     algorithm = algorithm_of(operation, topology, options)
     what = CollectiveLayout(operation, tuple(specs))
     parts = cut(what, algorithm, topology.world_size, options, topology.in_memory)
-    return algorithm.wire_bytes(topology.rank, topology.world_size, expected_sizes(parts))
+    return algorithm.wire_bytes(topology.rank, topology.world_size, expected(parts)[0])
 
 
 def _topology(comm: Communicator) -> Topology:
