@@ -267,9 +267,8 @@ class Scatters(Reductions):
         with owner.awaited():
             outcomes = result_of(ended)
         self._reduced(outcomes, begun, raw_bytes)
-        device = requests[0].values.device
-        if self._word is None and owner.comm.stream(device) is not None:
-            self.tell_version(device)
+        if self._word is None and owner.comm.stream(requests[0].values.device) is not None:
+            self.tell_version(requests[0].values.device)
         if ends and self.adaptation is not None:
             for member, average in zip(members, scope.gradients, strict=True):
                 self.adaptation.add(member.name, average)
@@ -378,11 +377,9 @@ class Scatters(Reductions):
         prepared: list[Collective] = []
         for last in known:
             last = replace(last, algorithm=plan.options.algorithm)
-            parts = torch.zeros(
-                last.stride * self.groups.shards, dtype=last.dtype, device=last.device
-            )
-            own = parts.new_zeros(last.stride)
-            requests = last.reductions(parts, own, self.groups.shard)
+            numel, stride = (1 + self.groups.shards) * last.stride, last.stride
+            zeros = torch.zeros(numel, dtype=last.dtype, device=last.device)
+            requests = last.reductions(zeros[stride:], zeros[:stride], self.groups.shard)
             members = [m.for_rehearsal(aggregators[m.name]) for m in last.members]
             prepared += rehearsed(self.owner, members, requests, plan.options)
         return prepared
