@@ -148,9 +148,9 @@ def gathers_weights(group: Any, fails: Failing, where: str, keep: str) -> None:
     weights = handle._reductions.weights
     start = weights.start
 
-    def start_and_fail(spec: Any, item: Any, operation: Any, raw_bytes: int) -> Any:
-        begun = start(spec, item, operation, raw_bytes)
-        if operation.verb == "all_gather" and in_backward() == (where == "backward"):
+    def start_and_fail(request: Any, *of: Any) -> Any:
+        begun = start(request, *of)
+        if request.verb == "all_gather" and in_backward() == (where == "backward"):
             fails()
         return begun
 

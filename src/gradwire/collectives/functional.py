@@ -81,10 +81,10 @@ def all_reduce(
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """
+    wire = codec_of(all_reduce, codec, codec_options)
     comm, chosen = _checked(group, options, algorithm, seed, step)
     check_tensor("tensor", tensor)
     kept = flat_residual(residual, tensor.numel())
-    wire = codec_of(all_reduce, codec, codec_options)
     request = AllReduce(flat(tensor), op_of(op), kept, codec=wire)
     return _run(comm, chosen, request, tensor, async_op, seed, step, name)
 
@@ -126,10 +126,10 @@ def reduce_scatter(
         ConfigError: as `all_reduce`, or sizes do not match.
         TransportError, CodecError: as `all_reduce`.
     """
+    wire = codec_of(reduce_scatter, codec, codec_options)
     comm, chosen = _checked(group, options, algorithm, seed, step)
     _check_shards(comm, whole=("input", input), shard=("output", output))
     kept = flat_residual(residual, input.numel())
-    wire = codec_of(reduce_scatter, codec, codec_options)
     values, home = flat(input), flat(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
     if chosen.algorithm == "hierarchical":
@@ -169,9 +169,9 @@ def all_gather(
         ConfigError: as `all_reduce`, or sizes do not match.
         TransportError, CodecError: as `all_reduce`.
     """
+    wire = codec_of(all_gather, codec, codec_options)
     comm, chosen = _checked(group, options, algorithm, seed, step)
     _check_shards(comm, whole=("output", output), shard=("input", input))
-    wire = codec_of(all_gather, codec, codec_options)
     request = AllGather(flat(input), into=flat(output), codec=wire)
     return _run(comm, chosen, request, output, async_op, seed, step, name)
 
@@ -204,9 +204,9 @@ def broadcast(
     Raises:
         ConfigError, TransportError, CodecError: as `all_reduce`.
     """
+    wire = codec_of(broadcast, codec, codec_options)
     comm, chosen = _checked(group, options, algorithm, seed, step)
     check_tensor("tensor", tensor)
-    wire = codec_of(broadcast, codec, codec_options)
     request = Broadcast(flat(tensor), root, codec=wire)
     return _run(comm, chosen, request, tensor, async_op, seed, step, name)
 
