@@ -9,6 +9,12 @@ from gradwire.engine import Graph
 from rooms.engine import Action, Core, Do, Place, Run
 
 
+class Collective(Run):
+    def __init__(self, place: Place, number: int) -> None:
+        super().__init__(place)
+        self.round = number
+
+
 class Driver:
     """Performs actions in any order that a real driver could."""
 
@@ -17,9 +23,9 @@ class Driver:
         self.draw = draw
         self.open: list[tuple[str, Run, int]] = []  # events that may happen next
         self.log: list[tuple[str, int, int]] = []  # (what, ticket, round)
-        self.held: set[Run] = set()
+        self.held: set[Collective] = set()
         self.done: dict[Run, set[int]] = {}
-        self.results: list[Run] = []
+        self.results: list[Collective] = []
 
     def perform(self, actions: list[Action]) -> None:
         for do, run, tasks in actions:
@@ -40,7 +46,7 @@ class Driver:
             else:
                 self.results.append(run)
             if do in (Do.START, Do.FREE, Do.RESULT):
-                self.log.append((do.value, run.place.number, run.job))
+                self.log.append((do.value, run.place.number, run.round))
 
     def check_ready(self, run: Run, task: int) -> None:
         graph = run.graph
@@ -78,7 +84,7 @@ def keeps_order(window: int, seed: int) -> None:
     ] + [Graph(())]
     places: list[Place] = []
     rounds = [draw.randint(1, 3) for _ in range(10)]
-    under_way: dict[Place, list[Run]] = {}
+    under_way: dict[Place, list[Collective]] = {}
     begun: list[tuple[int, int]] = []  # ticket and round of every collective
     next_round = dict.fromkeys(range(10), 0)
 
@@ -91,13 +97,13 @@ def keeps_order(window: int, seed: int) -> None:
             core.expect(place)
         for _ in range(collectives):
             begun.append((place.number, number))
-            run, actions = core.begin(place, draw.choice(graphs), number)
+            run = Collective(place, number)
             under_way[place].append(run)
-            driver.perform(actions)
+            driver.perform(core.begin(run, draw.choice(graphs)))
 
     while len(places) < len(rounds) or driver.open:
         if len(places) < len(rounds) and (not driver.open or draw.random() < 0.1):
-            places.append(core.issue())
+            places.append(core.issue(Place()))
             begin(places[-1])
         else:
             driver.step()
@@ -114,7 +120,7 @@ def keeps_order(window: int, seed: int) -> None:
                     del under_way[place]
     assert core.returned == len(rounds)
     assert not driver.held
-    results = [(run.place.number, run.job) for run in driver.results]
+    results = [(run.place.number, run.round) for run in driver.results]
     assert sorted(results) == sorted(begun)
     assert set(begun) == {(t, r) for t, n in enumerate(rounds) for r in range(n)}
 
@@ -125,12 +131,13 @@ def test_a_result_does_not_wait_for_sends_but_a_place_does() -> None:
     buffer = graph.buffer("m", 0, 0, 0)
     graph.encode(0, [buffer])
     send = graph.send(0, buffer, 1)
-    first, second = core.issue(), core.issue()
+    first, second = core.issue(Place()), core.issue(Place())
     for place in (first, second):
         core.expect(place)
-    run, started = core.begin(first, graph, None)
+    run = Run(first)
+    started = core.begin(run, graph)
     assert [a.do for a in started] == [Do.START]
-    assert core.begin(second, graph, None)[1] == []
+    assert core.begin(Run(second), graph) == []
     core.close(first)
     core.started(run)
     core.done(run, 0)
@@ -146,9 +153,10 @@ def test_a_result_that_waits_for_sends_comes_with_the_last() -> None:
     buffer = graph.buffer("m", 0, 0, 0)
     graph.encode(0, [buffer])
     sends = [graph.send(0, buffer, peer) for peer in (1, 2)]
-    place = core.issue()
+    place = core.issue(Place())
     core.expect(place)
-    run, _ = core.begin(place, graph, None)
+    run = Run(place)
+    core.begin(run, graph)
     core.started(run)
     core.done(run, 0)
     assert core.posted(run, sends[0]) == []
@@ -159,9 +167,9 @@ def test_a_result_that_waits_for_sends_comes_with_the_last() -> None:
 
 def test_a_cancelled_round_gives_its_place_back() -> None:
     core = Core(1)
-    first, second = core.issue(), core.issue()
+    first, second = core.issue(Place()), core.issue(Place())
     core.expect(first)
     core.expect(second)
     core.close(first)
-    assert [a.do for a in core.begin(second, Graph(()), None)[1]] == []
+    assert [a.do for a in core.begin(Run(second), Graph(()))] == []
     assert [a.do for a in core.cancel(first)] == [Do.START]

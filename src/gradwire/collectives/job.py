@@ -68,7 +68,7 @@ class Job:
         self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
         averages = collective.operation.op == "avg"
         self.factor = 1.0 / collective.comm.world_size if averages else 1.0
-        self.sequence = ticket.place.number << 8 | ticket.rounds & 255
+        self.sequence = ticket.number << 8 | ticket.rounds & 255
         self.step = self._step(collective.specs, items)
         # Message headers carry the digest of arguments that must be equal on all ranks.
         self.call = zlib.crc32(self.step.shared.tobytes() + self.step.steps.tobytes())

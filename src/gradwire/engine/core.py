@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gradwire.engine.graph import Graph, Kind
 
@@ -34,57 +34,57 @@ class Do(Enum):
 
 
 class Run:
-    """One collective in flight.
+    """One collective in flight; a driver's own have its data.
 
     Attributes:
-        place: its ticket's place.
-        graph: its tasks.
-        job: the driver's data.
+        place: its ticket.
+        graph: its tasks, once it has begun.
     """
 
-    __slots__ = ("_left", "_sends", "_waits", "graph", "job", "place")
+    graph: Graph
 
-    def __init__(self, place: Place, graph: Graph, job: Any) -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
+
+    def begin(self, graph: Graph) -> None:
         self.graph = graph
-        self.job = job
         self._waits = list(graph.waits)
         self._left = len(graph)
         self._sends = graph.kind.count(Kind.SEND)
 
 
 class Place:
-    """A ticket's place in its owner's order.
+    """A ticket's place in its owner's order; a driver's own have its data.
 
     Attributes:
-        number: its index in the owner's order, from 0.
+        number: its index in the owner's order, from 0, once it is issued.
         admitted: whether its collectives may start.
         closed: whether no further round follows.
     """
 
-    __slots__ = ("admitted", "closed", "number", "queued", "under_way")
+    number = -1
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.admitted = False
         self.closed = False
         self.queued: deque[Run] = deque()  # runs that start once the ticket is admitted
-        self.under_way = 0  # collectives that are expected, or still hold memory
+        self.held = 0  # collectives that are expected, or still hold memory
 
     @property
     def returned(self) -> bool:
-        return self.closed and not self.under_way
+        return self.closed and not self.held
 
 
 class Action(NamedTuple):
-    """What a driver must do: POST has several tasks, KERNEL and SEND have one, others none."""
+    """What a driver must do for a Run: POST has several tasks, KERNEL and SEND one, others none."""
 
     do: Do
-    run: Run
+    run: Any
     tasks: Sequence[int] = ()
 
 
 Actions = list[Action]
+P = TypeVar("P", bound=Place)
 
 
 class Core:
@@ -112,9 +112,9 @@ class Core:
         """The tickets that have not been returned, the oldest first."""
         return tuple(self._places)
 
-    def issue(self) -> Place:
-        """The owner's next place."""
-        place = Place(self.issued)
+    def issue(self, place: P) -> P:
+        """Make this the owner's next ticket."""
+        place.number = self.issued
         self.issued += 1
         self._places.append(place)
         place.admitted = len(self._places) <= self.window
@@ -123,20 +123,20 @@ class Core:
     def expect(self, place: Place) -> None:
         """The ticket has another collective, which is begun once prepared, or cancelled."""
         assert not place.closed, "a closed ticket has no further collective"
-        place.under_way += 1
+        place.held += 1
 
     def cancel(self, place: Place) -> Actions:
         """An expected collective will not begin."""
-        place.under_way -= 1
+        place.held -= 1
         return self._return()
 
-    def begin(self, place: Place, graph: Graph, job: Any) -> tuple[Run, Actions]:
+    def begin(self, run: Run, graph: Graph) -> Actions:
         """Begin an expected collective."""
-        run = Run(place, graph, job)
-        if place.admitted:
-            return run, [Action(Do.START, run)]
-        place.queued.append(run)
-        return run, []
+        run.begin(graph)
+        if run.place.admitted:
+            return [Action(Do.START, run)]
+        run.place.queued.append(run)
+        return []
 
     def started(self, run: Run) -> Actions:
         """The run's memory is allocated."""
@@ -194,7 +194,7 @@ class Core:
         return [*freed[:1], Action(Do.RESULT, run), *freed[1:]]
 
     def _freed(self, run: Run) -> Actions:
-        run.place.under_way -= 1
+        run.place.held -= 1
         return [Action(Do.FREE, run), *self._return()]
 
     def _return(self) -> Actions:

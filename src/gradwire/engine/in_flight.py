@@ -117,11 +117,10 @@ class InFlight:
     def _cancel(self, flight: Flight) -> None:
         """The collective will never begin."""
         owner = flight.ticket.owner
-        self.tell(owner, lambda: owner.core.cancel(flight.ticket.place))
+        self.tell(owner, lambda: owner.core.cancel(flight.ticket))
 
     def _ended(self, flight: Flight) -> None:
         work, seconds = flight.work, time.perf_counter() - flight.begun
-        assert work is not None
         self._end(
             flight, Outcome(seconds, flight.wire_bytes, work.kernel_seconds, work.kernel_calls)
         )

@@ -112,7 +112,7 @@ class Owner:
         self.lanes: list[TicketLanes] = []
         self.issued_by: int | None = threading.get_ident()
         self.awaited_by: int | None = None
-        self._tickets: dict[Place, Ticket] = {}
+        self._tickets: list[Ticket] = []  # that have not been returned, oldest first
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
         self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # (ticket, its rounds)
         self._pid = os.getpid()
@@ -136,8 +136,8 @@ class Owner:
         with self.lock:
             several = self.single and self.core.issued and self.issued_by != caller
             self.issued_by = None if several else caller
-            place = self.core.issue()
-            ticket = self._tickets[place] = Ticket(self, place, version)
+            ticket = self.core.issue(Ticket(self, version))
+            self._tickets.append(ticket)
         return ticket
 
     @contextmanager
@@ -169,14 +169,13 @@ class Owner:
     def oldest(self) -> Ticket | None:
         """The oldest ticket that has a round in flight, or None."""
         with self.lock:
-            places = self.core.outstanding
-            return next((t for p in places if (t := self._tickets[p]).issue is not None), None)
+            return next((ticket for ticket in self._tickets if ticket.issue is not None), None)
 
     def issued(self, number: int, round_number: int) -> Issue | None:
         """What this rank issued as that round of that ticket; None: not issued, or forgotten."""
         with self.lock:
-            for ticket in self._tickets.values():
-                if ticket.place.number == number and ticket.rounds == round_number:
+            for ticket in self._tickets:
+                if ticket.number == number and ticket.rounds == round_number:
                     return ticket.issue
             return next((i for key, i in self._recent if key == (number, round_number)), None)
 
@@ -201,24 +200,23 @@ class Owner:
     def note(self, ticket: Ticket) -> None:
         """Remember a ticket's round that has ended."""
         if ticket.issue is not None:
-            self._recent.append(((ticket.place.number, ticket.rounds), ticket.issue))
+            self._recent.append(((ticket.number, ticket.rounds), ticket.issue))
 
     def end(self, ticket: Ticket) -> None:
         """Remember a ticket that has no further round; the lock is held."""
         self.note(ticket)
-        self._ended.append((ticket.place.number, ticket.rounds + 1))
+        self._ended.append((ticket.number, ticket.rounds + 1))
 
     def forget(self) -> None:
         """Drop returned tickets; the lock is held."""
-        for place in [p for p in self._tickets if p.returned]:
-            self.lanes.append(self._tickets.pop(place).lanes)
+        self.lanes += [ticket.lanes for ticket in self._tickets if ticket.returned]
+        self._tickets = [ticket for ticket in self._tickets if not ticket.returned]
 
 
-class Ticket:
+class Ticket(Place):
     """One scope: its rounds run one after the other, the collectives of a round side by side.
 
     Attributes:
-        place: its place in the owner's order.
         issue: the latest round, or None before the first.
         rounds: the number of that round, from 0; -1 before the first.
         since: when the round began (time.monotonic).
@@ -228,9 +226,9 @@ class Ticket:
             after an all-reduce, the least of all ranks.
     """
 
-    def __init__(self, owner: Owner, place: Place, version: int) -> None:
+    def __init__(self, owner: Owner, version: int) -> None:
+        super().__init__()
         self.owner = owner
-        self.place = place
         self.version = version
         self.issue: Issue | None = None
         self.rounds = -1
@@ -240,16 +238,15 @@ class Ticket:
 
     def tag(self, tags: int, slot: int) -> int:
         """The tag of a message of the current round; `tags`: its layout's tag range or digest."""
-        number = self.place.number
         if self.owner.single:
-            return call_tag(self.owner.serial, tags, number, slot)
-        return scope_tag(tags, number, self.rounds, slot)
+            return call_tag(self.owner.serial, tags, self.number, slot)
+        return scope_tag(tags, self.number, self.rounds, slot)
 
     def under_way(self) -> tuple[tuple[int, int], Issue | None, float]:
         """The current round: (ticket number, round number), its issue, its start time. Thread-safe
         against `next_round`."""
         with self.owner.lock:
-            return (self.place.number, self.rounds), self.issue, self.since
+            return (self.number, self.rounds), self.issue, self.since
 
     def next_round(self, issue: Issue) -> None:
         """Start the next round; all collectives of the one before have their results."""
@@ -292,7 +289,7 @@ class Ticket:
 
     def _expect(self, future: Future[Outcome]) -> Flight:
         with self.owner.lock:
-            self.owner.core.expect(self.place)
+            self.owner.core.expect(self)
         flight = Flight(self, future)
         self.owner.comm.in_flight.expect(flight)
         return flight
@@ -302,7 +299,7 @@ class Ticket:
         owner = self.owner
 
         def close() -> Actions:
-            actions = owner.core.close(self.place)
+            actions = owner.core.close(self)
             owner.end(self)
             owner.forget()
             return actions

@@ -138,28 +138,27 @@ class StreamDriver:
     def _run(self, flight: Flight, work: StreamWork) -> int:
         """Queue the stages, in the schedule's order; the core confirms that each task may run."""
         core, graph = flight.ticket.owner.core, work.graph
-        run, actions = core.begin(flight.ticket.place, graph, flight)
-        assert actions, (
+        assert core.begin(flight, graph), (
             "an older ticket of this owner is under way: rounds run where they are issued"
         )
         work.start()
-        ready = _Ready(core.started(run))
+        ready = _Ready(core.started(flight))
         under_way: deque[tuple[Pending, Sequence[int]]] = deque()
         ended = wire_bytes = 0
         for stage in work.schedule:
             while ended < stage.ended:
-                _land(core, run, under_way.popleft(), ready)
+                _land(core, flight, under_way.popleft(), ready)
                 ended += 1
             for task in stage.kernels:
                 assert task in ready.kernels, f"{graph.describe(task)}: scheduled too early"
                 work.compute(task)
-                ready.take(core.done(run, task))
+                ready.take(core.done(flight, task))
             if stage.messages:
                 batch = [_message(work, task) for task in stage.messages]
                 under_way.append((self.link.post(batch), stage.messages))
                 wire_bytes += sum(m.memory.numel() for m in batch if not m.incoming)
         while under_way:
-            _land(core, run, under_way.popleft(), ready)
+            _land(core, flight, under_way.popleft(), ready)
         assert ready.free, "the schedule has left out tasks"
         work.finish()
         return wire_bytes

@@ -106,15 +106,21 @@ class Outcome:
     kernel_calls: int
 
 
-class Flight:
-    """A collective in flight, from its issue to its result."""
+class Flight(Run):
+    """A collective in flight, from its issue to its result.
+
+    Attributes:
+        work: what the driver runs, once it is prepared.
+    """
+
+    work: Work
 
     def __init__(self, ticket: Ticket, future: Future[Outcome]) -> None:
+        super().__init__(ticket)
         self.ticket = ticket
         self.future = future
         self.begun = time.perf_counter()
         self.wire_bytes = 0
-        self.work: Work | None = None
 
 
 class ThreadDriver:
@@ -140,7 +146,7 @@ class ThreadDriver:
         """Run a collective as soon as its ticket is admitted."""
         flight.work = work
         owner = flight.ticket.owner
-        self.tell(owner, lambda: owner.core.begin(flight.ticket.place, work.graph, flight)[1])
+        self.tell(owner, lambda: owner.core.begin(flight, work.graph))
 
     def tell(self, owner: Owner, event: Callable[[], Actions]) -> None:
         """Report an event to an owner's core, and perform or queue the actions that it returns.
@@ -156,7 +162,7 @@ class ThreadDriver:
             if any(action.do is Do.FREE for action in actions):
                 owner.forget()
         for action in actions:
-            run = action.run
+            run: Flight = action.run
             if action.do is Do.KERNEL:
                 self._compute.put(self._run_kernel, run, action.tasks[0])
             elif action.do is Do.SEND:
@@ -164,21 +170,21 @@ class ThreadDriver:
             elif action.do is Do.POST:
                 self._compute.put(self._expect, run, tuple(action.tasks))
             elif action.do is Do.FREE:
-                _work(run).finish()
+                run.work.finish()
             elif action.do is Do.RESULT:
-                self._ended(run.job)
+                self._ended(run)
 
-    def _event(self, run: Run, name: str, *arguments: int) -> None:
-        owner = run.job.ticket.owner
+    def _event(self, run: Flight, name: str, *arguments: int) -> None:
+        owner = run.ticket.owner
         self.tell(owner, lambda: getattr(owner.core, name)(run, *arguments))
 
-    def _start(self, run: Run) -> None:
-        _work(run).start()
+    def _start(self, run: Flight) -> None:
+        run.work.start()
         self._event(run, "started")
 
-    def _expect(self, run: Run, receives: tuple[int, ...]) -> None:
+    def _expect(self, run: Flight, receives: tuple[int, ...]) -> None:
         """Post these receives."""
-        work, inbound = _work(run), run.job.ticket.lanes.inbound
+        work, inbound = run.work, run.ticket.lanes.inbound
         for task in receives:
             buffer, peer = run.graph.writes[task][0], run.graph.peer[task]
             borrowed = work.borrowed.get(buffer)
@@ -189,33 +195,28 @@ class ThreadDriver:
                 pending = self._transport().irecv(work.incoming(task), peer, work.tag(task))
                 inbound.put(self._receive, run, task, pending)
 
-    def _run_kernel(self, run: Run, task: int) -> None:
-        _work(run).compute(task)
+    def _run_kernel(self, run: Flight, task: int) -> None:
+        run.work.compute(task)
         self._event(run, "done", task)
 
-    def _send(self, run: Run, task: int) -> None:
-        work = _work(run)
+    def _send(self, run: Flight, task: int) -> None:
+        work = run.work
         message, nbytes = work.outgoing(task)
         pending = self._transport().isend(message, run.graph.peer[task], work.tag(task), nbytes)
-        run.job.wire_bytes += nbytes
-        run.job.ticket.lanes.outbound.put(self._sent, run, task, pending)
+        run.wire_bytes += nbytes
+        run.ticket.lanes.outbound.put(self._sent, run, task, pending)
         self._event(run, "posted", task)
 
-    def _borrow(self, run: Run, task: int, loan: Loan) -> None:
-        _work(run).lend(run.graph.writes[task][0], loan, loan.wait())
-        _work(run).received(task)
+    def _borrow(self, run: Flight, task: int, loan: Loan) -> None:
+        run.work.lend(run.graph.writes[task][0], loan, loan.wait())
+        run.work.received(task)
         self._event(run, "done", task)
 
-    def _receive(self, run: Run, task: int, pending: Pending) -> None:
+    def _receive(self, run: Flight, task: int, pending: Pending) -> None:
         pending.wait()
-        _work(run).received(task)
+        run.work.received(task)
         self._event(run, "done", task)
 
-    def _sent(self, run: Run, task: int, pending: Pending) -> None:
+    def _sent(self, run: Flight, task: int, pending: Pending) -> None:
         pending.wait()
         self._event(run, "sent", task)
-
-
-def _work(run: Run) -> Work:
-    work: Work = run.job.work
-    return work

@@ -347,7 +347,7 @@ class Watchdog:
         """A ticket has no further round: check whether a peer has reported one."""
         if self._expected:
             for place, notice in list(self._expected.items()):
-                if place[:2] == (ticket.owner.key, ticket.place.number):
+                if place[:2] == (ticket.owner.key, ticket.number):
                     self._look_for_more(ticket.owner, place, notice)
 
     def _look_for_more(self, owner: Owner, place: Place, notice: Mapping[str, Any]) -> None:
@@ -364,7 +364,7 @@ class Watchdog:
     def compare(self, ticket: Ticket, issue: Issue) -> None:
         """A round was issued here: check whether a peer has reported another in its place."""
         if self._expected:
-            place = ticket.owner.key, ticket.place.number, ticket.rounds
+            place = ticket.owner.key, ticket.number, ticket.rounds
             notice = self._expected.pop(place, None)
             if notice is not None:
                 self._differs(notice, issue, place)

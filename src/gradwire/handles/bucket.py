@@ -21,6 +21,7 @@ class Content:
         lengths: number of values of each parameter in the buffer, in order.
         dtype, device: of the buffer; complex gradients are pairs of values.
         split: the parameters by scope, under the plan in force.
+        nbytes: of the buffer.
     """
 
     parameters: list[torch.Tensor]
@@ -30,10 +31,8 @@ class Content:
     device: torch.device
     split: Split
 
-    @property
-    def nbytes(self) -> int:
-        """Of the buffer."""
-        return self.dtype.itemsize * sum(self.lengths)
+    def __post_init__(self) -> None:
+        self.nbytes = self.dtype.itemsize * sum(self.lengths)
 
 
 @dataclass(eq=False)

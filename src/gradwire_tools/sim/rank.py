@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from gradwire.engine import Graph
-from gradwire.engine.core import Actions, Core, Do, Run
+from gradwire.engine.core import Actions, Core, Do, Place, Run
 from gradwire_tools.sim.clock import Clock, Cores, Thread
 from gradwire_tools.sim.fabric import Fabric
 
@@ -58,16 +58,16 @@ class Overheads:
     check_byte: float = 0.0
 
 
-@dataclass
-class _Scope:
+class _Run(Run):
     """One collective in flight, with its pending receives in order."""
 
-    number: int
-    timed: TimedGraph
-    inbound: Thread
-    outbound: Thread
-    awaited: deque[tuple[Hashable, int]] = field(default_factory=deque)
-    receiving: bool = False
+    def __init__(self, place: Place, number: int, timed: TimedGraph, cores: Cores) -> None:
+        super().__init__(place)
+        self.number = number
+        self.timed = timed
+        self.inbound, self.outbound = Thread(cores), Thread(cores)
+        self.awaited: deque[tuple[Hashable, int]] = deque()
+        self.receiving = False
 
 
 class SimulatedRank:
@@ -110,25 +110,23 @@ class SimulatedRank:
         self._overheads = overheads
         self._core = Core(window)
         self._compute = Thread(cores)
-        self._awaiting: dict[Hashable, Run] = {}
+        self._awaiting: dict[Hashable, _Run] = {}
         self._arrived: set[Hashable] = set()
 
     def submit(self, number: int, timed: TimedGraph) -> None:
         """Submit a job now; `number` is its own, equal on all ranks."""
-        place = self._core.issue()
+        place = self._core.issue(Place())
         self._core.expect(place)
         self._core.close(place)
-        scope = _Scope(number, timed, Thread(self.cores), Thread(self.cores))
-        _, actions = self._core.begin(place, timed.graph, scope)
-        self._perform(actions, self._compute)
+        run = _Run(place, number, timed, self.cores)
+        self._perform(self._core.begin(run, timed.graph), self._compute)
 
     def _perform(self, actions: Actions, thread: Thread) -> None:
         """Perform the core's actions; `thread`, which caused them, posts the sends."""
         o = self._overheads
         for do, run, tasks in actions:
-            scope: _Scope = run.job
             if do is Do.KERNEL:
-                seconds = scope.timed.seconds[tasks[0]]
+                seconds = run.timed.seconds[tasks[0]]
                 self.kernel_seconds += seconds
                 self._event(self._compute, seconds + o.task, self._core.done, run, tasks[0])
             elif do is Do.SEND:
@@ -138,8 +136,8 @@ class SimulatedRank:
             elif do is Do.START:
                 self._event(self._compute, o.start, self._core.started, run)
             elif do is Do.RESULT:
-                self.ended[scope.number] = self.clock.now
-                self.on_result(scope.number)
+                self.ended[run.number] = self.clock.now
+                self.on_result(run.number)
 
     def _event(
         self, thread: Thread, seconds: float, event: Callable[..., Actions], *arguments: object
@@ -147,22 +145,20 @@ class SimulatedRank:
         """Report `event` to the core after `seconds` of work on `thread`."""
         thread.do(seconds, lambda: self._perform(event(*arguments), thread))
 
-    def _expect(self, run: Run, receives: Sequence[int]) -> None:
-        scope: _Scope = run.job
+    def _expect(self, run: _Run, receives: Sequence[int]) -> None:
         for task in receives:
-            name = self._fabric.expect(self, scope.number, run.graph, task)
+            name = self._fabric.expect(self, run.number, run.graph, task)
             self._awaiting[name] = run
-            scope.awaited.append((name, task))
+            run.awaited.append((name, task))
 
-    def _send(self, run: Run, task: int, thread: Thread) -> None:
-        scope: _Scope = run.job
+    def _send(self, run: _Run, task: int, thread: Thread) -> None:
         nbytes = self._nbytes(run, task)
-        self.sent_bytes[scope.number] += nbytes
+        self.sent_bytes[run.number] += nbytes
 
         def sent() -> None:
-            self._perform(self._core.sent(run, task), scope.outbound)
+            self._perform(self._core.sent(run, task), run.outbound)
 
-        self._fabric.send(self, scope.number, run.graph, task, nbytes, sent)
+        self._fabric.send(self, run.number, run.graph, task, nbytes, sent)
         self._perform(self._core.posted(run, task), thread)
 
     def arrived(self, message: Hashable) -> None:
@@ -170,30 +166,29 @@ class SimulatedRank:
         self._arrived.add(message)
         self._receive(self._awaiting[message], self._overheads.task)
 
-    def _receive(self, run: Run, begun: float) -> None:
+    def _receive(self, run: _Run, begun: float) -> None:
         """Start the next receive, which takes `begun` seconds to begin.
 
         The receives of a scope end in the order of its graph, whatever the order of arrival.
         """
-        scope: _Scope = run.job
-        if scope.receiving or not scope.awaited or scope.awaited[0][0] not in self._arrived:
+        if run.receiving or not run.awaited or run.awaited[0][0] not in self._arrived:
             return
-        name, task = scope.awaited.popleft()
+        name, task = run.awaited.popleft()
         self._arrived.remove(name)
         del self._awaiting[name]
-        scope.receiving = True
+        run.receiving = True
 
         def received() -> None:
-            self._perform(self._core.done(run, task), scope.inbound)
-            scope.receiving = False
+            self._perform(self._core.done(run, task), run.inbound)
+            run.receiving = False
             self._receive(run, o.post)
 
         o = self._overheads
-        scope.inbound.do(begun + o.check + self._nbytes(run, task) * o.check_byte, received)
+        run.inbound.do(begun + o.check + self._nbytes(run, task) * o.check_byte, received)
 
-    def _nbytes(self, run: Run, task: int) -> int:
+    def _nbytes(self, run: _Run, task: int) -> int:
         """Bytes of the message of a send or receive."""
-        timed: TimedGraph = run.job.timed
+        timed = run.timed
         buffers, peer = run.graph.message(task), run.graph.peer[task]
         nbytes, table = (sum(column[b] for b in buffers) for column in (timed.nbytes, timed.tables))
         return nbytes - (table if self._fabric.same_node(self.number, peer) else 0)
