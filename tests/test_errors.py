@@ -47,7 +47,7 @@ def test_no_cause_is_shown_that_the_text_has(tmp_path: Path) -> None:
         explain=lambda *what: TorchP2P.explain(group, *what),
     )  # fmt: skip
     for call, told in (
-        (partial(gw.attach, model, plan=tmp_path / "none"), "No such file"),
+        (partial(gw.attach, model, plan=tmp_path / "none"), "there is no file"),
         (partial(gw.attach, model, plan=damaged), "Expecting property name"),
         (partial(gw.attach, model, weights="fp9"), "unknown codec"),
         (partial(gw.attach, model, weights="randomshift:bits=9"), "bits=9"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import re
@@ -10,7 +9,7 @@ import typing
 from difflib import get_close_matches
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 E = typing.TypeVar("E", bound=BaseException)
 
@@ -107,6 +106,18 @@ def again(error: E) -> E:
     return error.with_traceback(None) if isinstance(error, GradwireError) else error
 
 
+def of_file(error: Exception) -> str:
+    """An error's text; of a file that cannot be opened, or a folder that cannot be made, in words
+    that name it."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {error.filename}"
+    if isinstance(error, IsADirectoryError):
+        return f"{error.filename} is a directory"
+    if isinstance(error, FileExistsError):
+        return f"{error.filename} is a file, not a folder"
+    return str(error)
+
+
 def nearest(given: object, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> str | None:
     """The name that was probably meant; None: none is near.
 
@@ -127,22 +138,6 @@ def use_one_of(given: object, known: Iterable[str], elsewhere: Mapping[str, str]
     near = None if near == given else near  # it is known, but not here
     listed = f"use one of {', '.join(known)}" if known else "it takes none"
     return listed if near is None else f"did you mean {near!r}? Else {listed}"
-
-
-@contextlib.contextmanager
-def or_misspelt(
-    call: Callable[..., object],
-    keywords: Iterable[str],
-    options: Collection[str],
-    others: Iterable[str] = (),
-) -> Iterator[None]:
-    """Within it a ConfigError becomes that of `check_keywords`, if it has one: a method that is
-    known only there may have an option that looks like an argument."""
-    try:
-        yield
-    except ConfigError:
-        check_keywords(call, keywords, options, others)
-        raise
 
 
 def check_keywords(

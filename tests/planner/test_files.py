@@ -101,17 +101,21 @@ def test_a_plan_is_shown_with_bits_per_value(tmp_path: Path) -> None:
     assert [(row["numel"], row["bits"]) for row in old] == [(288, None), (2048, None), (32, None)]
 
 
-PLANNED = {
+OLDER = {
     "algorithm": "ring", "segments": 4, "coordinated": False, "coalesce_bytes": 0,
     "seconds": 0.5, "backward_seconds": 0.25,
 }  # fmt: skip
+PLANNED = {**OLDER, "ranks": 4, "net": "1gbit,1ms"}
 
 
 def test_what_was_planned_comes_back_and_yields_to_the_callers_options(tmp_path: Path) -> None:
-    saved = replace(PlanFile.of(plan_of()), planned=PLANNED)
-    saved.save(tmp_path / "plan.json")
-    file = PlanFile.read(tmp_path / "plan.json")
-    assert file == saved
+    for planned, ranks in ((OLDER, 2), (PLANNED, 4)):
+        saved = replace(PlanFile.of(plan_of()), planned=planned)
+        saved.save(tmp_path / "plan.json")
+        file = PlanFile.read(tmp_path / "plan.json")
+        assert file == saved
+        assert file.expectation(ranks) == "the plan expects 500 ms a pass, 250 of them exposed"
+    assert file.expectation(2) == "the plan was made for 4 ranks, and there are 2"
     assert file.options(Options(threads=2)) == Options("ring", segments=4, threads=2)
     for given in (Options("tree"), Options(segments=2), Options(coordinated=True)):
         assert file.options(given) == given
@@ -119,7 +123,7 @@ def test_what_was_planned_comes_back_and_yields_to_the_callers_options(tmp_path:
 
 
 BAD_FILES = [
-    (None, "no plan: "),
+    (None, "no plan: there is no file "),
     ("{", "no plan: "),
     ("[]", "no plan of format 1"),
     ('{"gradwire_plan": 2, "parameters": {}}', "no plan of format 1"),
@@ -158,6 +162,9 @@ BAD_FILES = [
             ({**PLANNED, "segments": "4"}, "planned has the segments '4': give a whole number or"),
             ({**PLANNED, "seconds": -1}, "planned has the seconds -1: give seconds"),
             ({**PLANNED, "backward_seconds": None}, "planned has the backward_seconds None"),
+            ({**PLANNED, "ranks": "4"}, "planned has the ranks '4': give a whole number"),
+            ({**PLANNED, "net": None}, "planned has the net None: give a text"),
+            ({"ranks": 4, "net": "none"}, "'planned' is not what gradwire plan --save writes"),
         )
     ),
 ]

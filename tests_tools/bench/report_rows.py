@@ -262,10 +262,18 @@ DOCTOR: list[dict[str, Any]] = [
     ),
     {"part": "verdict", "available": True, "detail": "Compression pays here: <so>."},
 ]  # fmt: skip
+RECORDED: dict[str, Any] = {
+    "task": "gpt", "at": 100, "steps": 8, "ranks": 4, "numel": 10, "loss": 2.5,
+    "gradient_norm": 0.5, "nbytes": 1280, "seconds": 1.5, "output": "recorded", "run": RUN,
+}  # fmt: skip
+CHECKED: dict[str, Any] = {
+    "check": "same bytes", "subject": "Identity() float32", "passed": True, "detail": "",
+    "seconds": 7.23, "date": "2026-11-26", "device": "a GPU",
+}  # fmt: skip
 UNKNOWN = [{"x": 1, "y": None}, {"a": [1, 2], "b": True}]
 EVERYTHING: list[dict[str, Any]] = [
     *train_rows(), DECISION, COMPARED, *ERRORS, *LAYERS, *AGGREGATORS, COLLECTIVE, KERNEL,
-    *SWEPT, VALIDATED, *TRANSPORT, *PROFILE, *DOCTOR, *UNKNOWN,
+    *SWEPT, VALIDATED, *TRANSPORT, *PROFILE, *DOCTOR, RECORDED, CHECKED, *UNKNOWN,
 ]  # fmt: skip
 SHAPES = (  # kinds of rows that no file has, and parts of sections
     *EVERYTHING, *ADAPTED, *PROBED, *train_rows("1gbit,1ms", losses=(3.0, 3.01, 3.02)),
@@ -330,4 +338,6 @@ CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and whic
     "transports": (TRANSPORT, [0]),
     "profile": (PROFILE, [0]),
     "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
+    "recorded": ([RECORDED], [0]),
+    "checked": ([CHECKED], [0]),
 }

@@ -114,6 +114,9 @@ BENCH = [
     ("train --compose --nets 1gbit,1ms --net none", "--net none"),
     ("train --resume", "give its --json FILE"),
     ("train --resume --json -", "give its --json FILE"),
+    ("train --nodes 0", "--nodes 0: one node sends nothing; use 2 nodes or more"),
+    ("kernels --numel 1e6", "'--numel': '1e6': Input should be"),
+    ("error recorded --quick", "--quick makes a recording of its own: give no folder"),
 ]
 OTHERS = [
     ("codec show qsdg", "qsdg"),
@@ -124,6 +127,13 @@ OTHERS = [
     ("doctor --ranks 1", "one rank sends nothing"),
     ("sim --threads 0", "--threads 0"),
     ("report no-such-file", "no-such-file"),
+    ("report rows -o rows", "--output rows is one of the files that rows are read from"),
+    ("report ./rows --svg linked", "--svg linked is one of the files that rows are read from"),
+    ("lab run --net none --length 5 -- true", "--length 5: is for a schedule by share"),
+    ("lab run --net x.yaml -- true", "schedule x.yaml: cannot be read (there is no file x.yaml)"),
+    ("codec build --codec fp16 -o rows", "rows is a file, not a folder"),
+    ("plan show alone", "alone is a directory"),
+    ("plan show no-such-file", "there is no file no-such-file"),
     ("probe --ranks 1", "--ranks 1: one rank sends nothing"),
     ("probe --net 1gbit,1parsec", "parsec"),
     ("probe --seconds 0", "--seconds 0: give seconds above 0"),
@@ -148,11 +158,15 @@ def test_each_is_refused_in_one_line_and_leaves_no_file(
     alone.save(0, 0, [torch.ones(alone.numel)])
     alone.write()
     (tmp_path / "recorded").symlink_to(recorded[0])
+    (tmp_path / "rows").write_text('{"a": 1}\n')
+    (tmp_path / "linked").symlink_to("rows")
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     lines = [(f"bench {line}", told) for line, told in BENCH] + OTHERS
     refused_by_command([], [(shlex.split(line), told) for line, told in lines])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "recorded"]
+    there = ["alone", "linked", "recorded", "rows"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert (tmp_path / "rows").read_text() == '{"a": 1}\n'
 
 
 def test_no_points_and_points_of_the_quick_recording(

@@ -31,7 +31,7 @@ def changes(row: dict[str, Any], turn: int) -> Iterator[tuple[str, dict[str, Any
 def complaint(row: dict[str, Any]) -> str:
     """What is said of a row; "" if it is as its kind is."""
     try:
-        rows.check(row, "file, line 1")
+        rows.check(row, rows.kind_of(row), "file, line 1")
     except ConfigError as error:
         return str(error)
     return ""
@@ -77,6 +77,13 @@ WRONG = [
     ('{"a": 1}\n{"a": 2}\n{"a": 1}', "line 3 is the same as line 1: leave one of them out"),
     ("", "holds no rows"),
     ("[1]", "line 1 is not a JSON object but list"),
+    ("null", "line 1 is not a JSON object but NoneType"),
+    ("5", "line 1 is not a JSON object but int"),
+    ('{"a": "b\n', "line 1 is not JSON: Unterminated string starting at column 7$"),
+    *(
+        (cut, f"{line} is not JSON: the last line is incomplete: delete it, or run again with --r")
+        for cut, line in (('{"a": 1}\n{"a": "b', "line 2"), ('{"a": {"b": 1}', "line 1"))
+    ),
 ]
 
 

@@ -35,7 +35,7 @@ def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[s
 
 
 def exit_codes() -> Iterator[str]:
-    for name in ("OK", "FAILED", "BAD_INPUT", "INTERRUPTED", "TERMINATED"):
+    for name in ("OK", "FAILED", "BAD_INPUT", "INTERRUPTED", "READER_LEFT", "TERMINATED"):
         yield f"exit code {name}: {getattr(program, name)}"
 
 

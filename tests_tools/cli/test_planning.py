@@ -8,6 +8,7 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def test_a_slow_network_and_a_fast_one(file: Path) -> None:
         assert (verdict["method"] == "qsgd") is pays
         assert ("best:" in verdict["detail"]) is not pays
         assert all(row["ranks"] == 2 and row["net"] == net for row in found)
+    told = run("plan", *given).err
+    assert told.startswith("simulating none by sra; codec: 1 of 3\n")
 
 
 def test_the_table_tells_settings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +86,7 @@ def test_the_shapes_of_a_saved_plan(file: Path, tmp_path: Path) -> None:
     saved.write_text(json.dumps({"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd"}}}))
     assert "parameter a has no 'shape'" in run("plan", "--shapes", str(saved), *given).err
     both = run("plan", "--shapes", str(saved), "--model", "1e6", *given)
-    assert "give --model or --shapes" in both.err
+    assert "plan: --model and --shapes are both given: leave one of them out" in both.err
 
 
 def network(*widths: int) -> nn.Sequential:
@@ -136,6 +139,13 @@ def it_is_attached(rank: int, path: str) -> None:
         model(torch.ones(4, 256)).sum().backward()
     assert "the plan expects" not in str(handle)  # of another plan
     handle.detach()
+    told.lines.clear()
+    other = replace(file, planned={**file.planned, "ranks": 3})
+    handle, said = gw.attach(model, plan=other), "the plan was made for 3 ranks, and there are 2"
+    assert told.lines == [f"attach: {said}"] * (rank == 0)
+    assert f"  {said}" in str(handle).splitlines()
+    assert "expects" not in str(handle)
+    handle.detach()
     given = gw.attach(model, plan=path, algorithm="tree", coalesce_bytes=5)
     assert (given.plan.options.algorithm, given.plan.coalesce_bytes) == ("tree", 5)
     for widths, said in (
@@ -158,7 +168,10 @@ def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_pa
         **{key: best[key] for key in ("algorithm", "segments", "coordinated", "coalesce_bytes")},
         "seconds": best["seconds"],
         "backward_seconds": 0.01,
+        "ranks": 2,
+        "net": "10mbit,5ms",
     }
+    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", path).out
     least = max(best["least"], 1)
     assert {name: row["gradient"] for name, row in saved.rows.items()} == {
         name: "qsgd" if len(shape) > 1 and math.prod(shape) >= least else "none"
@@ -208,6 +221,8 @@ MISTAKES = [
     (["--model", "resnet50", "--net", "quick"], "network 'quick'"),
     (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
     (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
+    (["--model", "1e6", "--net", "none", "--ranks", "9999999"], "ranks=9999999: 65536 at most"),
+    (["--shapes", "s.json"], "or let torchrun start it (docs/how-to/automatic.md)"),
     (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
     (["--model", "1e6", "--net", "1gbit", "--save", "p"], "--save p: a plan has the names of"),
     (["--save", "p"], "give --model or --shapes, and --net"),

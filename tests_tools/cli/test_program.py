@@ -83,6 +83,13 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["codec"] == "identity"
     assert "Error" not in done.stderr
+    for words in (["codec", "list", "--json", "-"], ["codec", "show", "qsgd"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        to = {"stdout": writing, "stderr": subprocess.PIPE}
+        left = subprocess.run([*GRADWIRE, *words], **to, check=False, timeout=60)
+        os.close(writing)
+        assert (left.returncode, left.stderr) == (141, b"")
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
@@ -184,6 +191,7 @@ def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) ->
     assert plain.returncode == 0, plain.stderr
     assert all(isinstance(json.loads(row), dict) for row in plain.stdout.splitlines())
     assert ": 0 of " in plain.stderr
+    assert "1 methods" not in plain.stderr
     assert "\x1b[" not in plain.stderr
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

@@ -185,9 +185,15 @@ def test_full_precision_is_called_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_can_be_ended() -> None:
-    left = iter(range(3))
+    left, told = iter(range(3)), []
+
+    def progress(*what: object) -> None:
+        next(left)
+        told.append(what)
+
     with pytest.raises(StopIteration):
-        choose(situation(1e9, shapes=LAYERS[:2]), [CODEC], lambda: next(left) and None)
+        choose(situation(1e9, shapes=LAYERS[:2]), [CODEC], progress)
+    assert told[:2] == [(f"simulating none by {name}; codec", 1, 3) for name in ("sra", "ring")]
 
 
 def test_impossible_situations_are_refused() -> None:

@@ -137,6 +137,7 @@ MISTAKES = [
     (["--sweep", "ranks"], "NAME=VALUE"),
     (["--sweep", "ranks=two"], "two"),
     (["--sweep", "colour=red"], "colour"),
+    (["--sweep", "rank=2"], "--sweep rank: did you mean 'ranks'? Else use one of ranks, rate, lat"),
     (["--sweep", "rate=1gbit", "--net", "none"], "needs a network"),
     (["--segments", "0"], "segments"),
     (["--partitions", "2"], "parameter_server"),
@@ -166,3 +167,6 @@ def test_mistakes_are_named(file: str, tmp_path: Path) -> None:
     rows.write_text('{"a": 1}\n')
     complaint, _ = refusal("sim", "--model", "1e4", "--curves", str(rows))
     assert "it has no key 'codecs'" in complaint
+    rows.write_text("null\n")
+    complaint, _ = refusal("sim", "--model", "1e4", "--curves", str(rows))
+    assert "a JSON object is needed, with codecs, not NoneType" in complaint

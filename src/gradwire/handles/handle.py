@@ -11,7 +11,7 @@ from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.engine import ranks_of
-from gradwire.errors import ConfigError, or_misspelt
+from gradwire.errors import ConfigError, check_keywords
 from gradwire.handles.metrics import EVERY, times_less
 from gradwire.handles.reductions import Reductions, with_options
 from gradwire.handles.sections import (
@@ -149,8 +149,11 @@ class Handle(Saved):
             rules = before.rules.changed(codec_options, **on.methods(given, codec_options))
             return on.remade(plan, rules)
 
-        with or_misspelt(Handle.update, codec_options, OPTIONS, _FIXED):
+        try:
             return on.switch.ask(changed)
+        except ConfigError:  # a method that is known only now may have such an option
+            check_keywords(Handle.update, codec_options, OPTIONS, _FIXED)
+            raise
 
     def _check_attached(self, verb: str) -> None:
         if not self._reductions.installed:
@@ -353,7 +356,7 @@ class Handle(Saved):
         of = self._plan_now(), self.rank, comms, on.expected(), stats, self.world_size
         remarks = [f"  {line}" for line in on.remarks()]
         if self.pinned is not None and self.pinned.planned and self.plan.version == 0:
-            remarks.append(f"  {self.pinned.expectation(stats)}")
+            remarks.append(f"  {self.pinned.expectation(self.world_size, stats)}")
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
         pending = [f"  {update}" for update in on.switch.pending()]
         found = summary(self._what(), *of)

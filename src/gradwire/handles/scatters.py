@@ -212,8 +212,7 @@ class Scatters(Reductions):
         Args:
             whole: the gradients, with padding.
         """
-        ranks = self.groups.shards
-        raw_bytes = whole.nbytes * (ranks - 1) // ranks
+        raw_bytes = whole.nbytes * (self.groups.shards - 1) // self.groups.shards
         of = self.owner, members, requests, self.plan.options, raw_bytes, self._version
         least = self._run(*of, ends=self.groups.of_replicas == 1)
         self._scattered(least, whole.device)
@@ -221,11 +220,8 @@ class Scatters(Reductions):
     def between_replicas(
         self, members: Sequence[Attached], requests: Sequence[Request], whole: torch.Tensor
     ) -> None:
-        """Average this rank's shards of a group over the replicas; it may have no values in it.
-
-        Args:
-            whole: the shards, with padding.
-        """
+        """Average this rank's shards of a group, all of `whole` but padding, over the replicas; it
+        may have none."""
         offered, least = self._in_shards, None
         if members:
             ranks, options = self.groups.of_replicas, self.plan.options.through("sra")

@@ -15,14 +15,13 @@ import torch
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, ErrorFeedback, registry
 from gradwire.collectives import Options
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, of_file
 from gradwire.lang import Codec
 from gradwire.planner.plan import Plan
 from gradwire.planner.rules import exactly
 from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
-_PARTS = ("backward", "exposed")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class PlanFile:
             gathers it, both as text; error_feedback; numel; shape. All but the first may be left
             out.
         planned: what `gradwire plan` decided beside methods, and expects: algorithm, segments,
-            coordinated, coalesce_bytes, seconds and backward_seconds of a pass; of other plans {}.
+            coordinated, coalesce_bytes, seconds and backward_seconds of a pass; for how many ranks,
+            and net, on which network (older files lack both); of other plans {}.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -68,7 +68,7 @@ class PlanFile:
         except RecursionError:
             raise ConfigError(f"{path}: no plan: it is nested too deeply") from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: no plan: {error}") from None
+            raise ConfigError(f"{path}: no plan: {of_file(error)}") from None
         rows = found.get("parameters") if isinstance(found, dict) else None
         version = found.get("gradwire_plan") if isinstance(found, dict) else None
         if not isinstance(rows, dict) or type(version) is not int or version != _FORMAT:
@@ -85,20 +85,20 @@ class PlanFile:
                     f"{row['shape']!r:.60}: they contradict each other"
                 )
         planned = found.get("planned", {})
-        if not isinstance(planned, dict) or planned.keys() not in (set(), _PLANNED.keys()):
+        every, older = _PLANNED.keys(), _PLANNED.keys() - {"ranks", "net"}
+        if not isinstance(planned, dict) or planned.keys() not in (set(), older, every):
             raise ConfigError(f"{path}: 'planned' is not what gradwire plan --save writes")
         _check(f"{path}: planned", planned, _PLANNED)
         made = cls(rows, planned)
-        for name in rows:
-            try:
-                made.aggregator(name)
-                made.weight(name)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: parameter {name}: {error}") from None
+        where = "planned"
         try:
             made.options(Options())
+            for name in rows:
+                where = f"parameter {name}"
+                made.aggregator(name)
+                made.weight(name)
         except ConfigError as error:
-            raise ConfigError(f"{path}: planned: {error}") from None
+            raise ConfigError(f"{path}: {where}: {error}") from None
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -143,18 +143,20 @@ class PlanFile:
         algorithm, segments, coordinated = (self.planned[name] for name in decided)
         return replace(given.through(algorithm), segments=segments, coordinated=coordinated)
 
-    def expectation(self, stats: Mapping[str, Any] | None = None) -> str:
-        """What `gradwire plan`, which made the plan, expects of a pass, from its first gradient to
-        its last average; and what a handle's `stats` have measured."""
+    def expectation(self, ranks: int, stats: Mapping[str, Any] | None = None) -> str:
+        """What `gradwire plan` expects of a pass, from its first gradient to its last average, and
+        what a handle's `stats` have measured; or that it has planned for other ranks."""
 
         def told(seconds: float, backward: float) -> str:
             exposed = 1e3 * (seconds - backward)
             return f"{1e3 * seconds:.4g} ms a pass, {exposed:.4g} of them exposed"
 
+        if self.planned.get("ranks", ranks) != ranks:
+            return f"the plan was made for {self.planned['ranks']} ranks, and there are {ranks}"
         text = told(self.planned["seconds"], self.planned["backward_seconds"])
-        if stats is None or not stats["steps"]:
+        if stats is None or not (steps := stats["steps"]):
             return f"the plan expects {text}"
-        backward, exposed = (stats[f"{of}_seconds"] / stats["steps"] for of in _PARTS)
+        backward, exposed = stats["backward_seconds"] / steps, stats["exposed_seconds"] / steps
         return f"the plan expects {text}; measured: {told(backward + exposed, backward)}"
 
     def every_shape(self, path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
@@ -163,15 +165,12 @@ class PlanFile:
         Raises:
             ConfigError: the file of this path does not have them.
         """
-        found = {}
-        for name in self.rows:
-            shape = self.shape(name)
-            if shape is None:
+        for name, row in self.rows.items():
+            if "shape" not in row:
                 raise ConfigError(
                     f"{path}: parameter {name} has no 'shape': save the plan with this version"
                 )
-            found[name] = shape
-        return found
+        return {name: tuple(row["shape"]) for name, row in self.rows.items()}
 
     def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise ConfigError unless the file has exactly these parameters, in these shapes. A tied
@@ -253,6 +252,8 @@ _PLANNED: _Kinds = {
     "segments": (lambda value: value is None or _whole(value), "a whole number or null"),
     "coordinated": (lambda value: type(value) is bool, "true or false"),
     "coalesce_bytes": (_whole, "a whole number"),
+    "ranks": (_whole, "a whole number"),
+    "net": (lambda value: type(value) is str, "a text"),
     "seconds": (_seconds, "seconds"),
     "backward_seconds": (_seconds, "seconds"),
 }

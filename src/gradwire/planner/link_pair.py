@@ -72,10 +72,10 @@ def _beta(trips: Trips, trip: float, there: bool, seconds: float) -> float:
             break
     about = max(extra, 1e-9) / nbytes
     # While a round trip lasts, a bucket fills again, up to its size.
-    small = _within(_SIZES, max(_FIRST_S / about, min(1.5 * trip / about, _BUCKET)))
+    small = within(_SIZES, max(_FIRST_S / about, min(1.5 * trip / about, _BUCKET)))
     large = _RATIO * small
     each = 2 * trip + (1 + _RATIO) * small * about
-    count = _within(_REPEATS, seconds / each)
+    count = within(_REPEATS, seconds / each)
     blocks = _BLOCKS if count >= _BLOCKS * _REPEATS[0] else 1  # in turns: the load may change
     taken: dict[int, list[float]] = {small: [], large: []}
     for _ in range(blocks):
@@ -86,6 +86,6 @@ def _beta(trips: Trips, trip: float, there: bool, seconds: float) -> float:
     return max((long - short) / (large - small), LEAST_BETA)
 
 
-def _within(bounds: tuple[int, int], wanted: float) -> int:
+def within(bounds: tuple[int, int], wanted: float) -> int:
     low, high = bounds
     return int(min(max(wanted, low), high))

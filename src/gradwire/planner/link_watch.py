@@ -22,7 +22,7 @@ from typing import Any
 
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError, TransportError
-from gradwire.planner.link_pair import LEAST_BETA, SMALL, Sample
+from gradwire.planner.link_pair import LEAST_BETA, SMALL, Sample, within
 from gradwire.planner.links import Links, tournament
 from gradwire.planner.trips import Trips
 
@@ -154,8 +154,7 @@ class LinkWatch:
         each = []
         for beta, there in ((self._links.beta[driver][server], True),
                             (self._links.beta[server][driver], False)):  # fmt: skip
-            least, most = _BYTES
-            nbytes = int(min(max(_SECONDS / max(beta, 1e-12), least), most))
+            nbytes = within(_BYTES, _SECONDS / max(beta, 1e-12))
             sizes = (nbytes, SMALL) if there else (SMALL, nbytes)
             found = (trips.drive(*sizes, 1)[0] - trip) / nbytes
             each.append(found if found > LEAST_BETA else beta)  # else the small trips were late

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, of_file
 from gradwire_tools.cli import options
 from gradwire_tools.cli.options import Real, Text, Whole, names, number
 from gradwire_tools.cli.output import output
@@ -105,7 +105,7 @@ def codec_build(
     codec_name: Annotated[Text, Option("--codec", help="Comma-separated codecs, or shm.")] = None,
     isa: Annotated[Text, Option(help="Such as x86-64-v2,x86-64-v3; all unless given.")] = None,
     folder: Annotated[
-        Path | None, Option("--output", help="Where this installation looks, unless given.")
+        Path | None, Option("--output", "-o", help="Where this installation looks, unless given.")
     ] = None,
     jobs: Annotated[
         Whole, Option(min=1, help="Compilers to run in parallel; default: number of cores.")
@@ -130,7 +130,7 @@ def codec_build(
                 ["isa", "kernels", "seconds", "bytes", "file"],
             )
         except (jit.CompileError, OSError) as error:
-            raise ConfigError(f"nothing was built: {error}") from error
+            raise ConfigError(f"nothing was built: {of_file(error)}") from error
 
 
 @codec.command("cache")
@@ -171,6 +171,8 @@ def lab_run(
 
     Each node gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
     """
-    from gradwire_tools.lab.run import run_command
+    from gradwire_tools.lab import Schedule, run_command
 
+    if length is not None and Schedule.parse(net).unit != "share":
+        raise ConfigError(f"--length {length:g}: is for a schedule by share: leave it out")
     raise typer.Exit(run_command(command, nodes, net, length, timeout=timeout))

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from gradwire.errors import ConfigError
 from gradwire_tools.cli import options
 from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
 from gradwire_tools.cli.output import measured, output
@@ -149,7 +148,7 @@ def bench_grid(
 
 @bench.command("record")
 def bench_record(
-    folder: Annotated[Path, Option("--output", help="A new folder.")],
+    folder: Annotated[Path, Option("--output", "-o", help="A new folder.")],
     task: options.Task = "gpt",
     at: Annotated[Text, Option(help="Where recording begins; 0,100,400 unless quick.")] = None,
     steps: Annotated[Whole, Option(help="Consecutive steps at each; 8 unless quick.")] = None,
@@ -218,7 +217,7 @@ def bench_adapt(
         "families": names("--families", families),
         "blocks": numbers("--blocks", blocks),
         "models": [] if models == "none" else names("--models", models),
-        "sigmas": _floats("--sigmas", sigmas),
+        "sigmas": numbers("--sigmas", sigmas, float),
         "at": numbers("--at", at),
         "metrics": names("--metrics", metrics),
     }
@@ -227,17 +226,6 @@ def bench_adapt(
     columns = ["task", "at", "sigma", "family", "reference", "error_metric", "policy"]
     columns += ["ratio", "of_uniform"]
     measured(json_file, columns, adapt.run, folders or (), config, quick)
-
-
-def _floats(option: str, text: str | None) -> list[float] | None:
-    """The numbers of an option that takes several; None if it is not given."""
-    found = names(option, text)
-    if found is None:
-        return None
-    try:
-        return [float(part) for part in found]
-    except ValueError:
-        raise ConfigError(f"{option} {text}: give numbers, separated by commas") from None
 
 
 @bench.command("planner")

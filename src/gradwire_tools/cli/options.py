@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer import Option
@@ -15,6 +15,7 @@ from gradwire.errors import ConfigError
 Text = str | None
 Whole = int | None
 Real = float | None
+N = TypeVar("N", int, float)
 
 
 def number(help: str) -> Any:
@@ -74,22 +75,21 @@ def names(option: str, text: str | None, separator: str = ",") -> list[str] | No
     return found
 
 
-def numbers(option: str, text: str | None) -> list[int] | None:
-    """The whole numbers of an option that takes several; None if it is not given.
+def numbers(option: str, text: str | None, kind: type[N] = int) -> list[N] | None:
+    """The numbers, whole unless `kind` is float, of an option that takes several; None if it is not
+    given.
 
     Raises:
         ConfigError: it is given, and empty, or has another part.
     """
-    found = names(option, text)
-    if found is None:
-        return None
-    whole = []
-    for part in found:
+    found = []
+    for part in names(option, text) or ():
         try:
-            whole.append(int(part))
+            found.append(kind(part))
         except ValueError:
-            raise ConfigError(f"{option} {text}: {part!r} is not a whole number") from None
-    return whole
+            what = "number" if kind is float else "whole number"
+            raise ConfigError(f"{option} {text}: {part!r} is not a {what}") from None
+    return None if text is None else found
 
 
 def writable(option: str, file: Path | None) -> None:

@@ -6,7 +6,6 @@ standard output), progress to standard error: bars on a terminal, plain lines ot
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 import time
@@ -103,7 +102,7 @@ class Output:
         try:
             yield
         except OSError as error:
-            if self._file is None or error.errno == errno.EPIPE:
+            if self._file is None or isinstance(error, BrokenPipeError):
                 raise
             raise unwritable("--json", self._file, error) from error
 

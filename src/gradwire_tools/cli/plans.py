@@ -74,12 +74,15 @@ def show(
     from gradwire.planner.files import PlanFile, shown
 
     with output(json_file) as out:
-        rows = out.rows(shown(PlanFile.read(file)), ["parameter", "numel", "method", "bits"])
+        plan = PlanFile.read(file)
+        rows = out.rows(shown(plan), ["parameter", "numel", "method", "bits"])
         known = [row for row in rows if row["bits"] is not None]
         numel = sum(row["numel"] for row in known)
         if known:
             bits = sum(row["bits"] * row["numel"] for row in known) / numel
             out.say(f"{len(rows)} parameters, {numel:,} values, {bits:.2f} bits per value")
+        if "ranks" in plan.planned:
+            out.say(f"planned for {plan.planned['ranks']} ranks on {plan.planned['net']}")
 
 
 @plan.command("diff")

@@ -1,13 +1,13 @@
 """The program `gradwire`: its commands, and what an error prints and returns.
 
 Exit codes: 0 all went well; 1 the work began and failed; 2 the input is wrong, and nothing has
-begun; 130 interrupted by Ctrl-C; 143 ended by SIGTERM. `lab run` returns the exit code of its
-command, or 124 after --timeout. docs/reference/command-line.md lists them for users.
+begun; 130 interrupted by Ctrl-C; 141 the reader of a pipe has left; 143 ended by SIGTERM. `lab run`
+returns the exit code of its command, or 124 after --timeout. docs/reference/command-line.md lists
+them for users.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -22,7 +22,7 @@ from gradwire import __version__
 from gradwire.errors import ConfigError, GradwireError
 from gradwire_tools.cli import looking, measure, plans, predict, probing, showing
 
-OK, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+OK, FAILED, BAD_INPUT, INTERRUPTED, READER_LEFT, TERMINATED = 0, 1, 2, 130, 141, 143
 
 HELP = """Compressed communication for PyTorch training on slow networks.
 
@@ -30,7 +30,8 @@ With --json FILE a command writes one JSON object per line to FILE. With --json 
 standard output, and nothing else does; tables go to standard error then. Progress and remarks \
 always go to standard error.
 
-Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupted; 143 terminated.
+Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupted; 141 a pipe's \
+reader left; 143 terminated.
 """
 
 app = typer.Typer(name="gradwire", help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -98,9 +99,10 @@ def _run(given: list[str] | None) -> int:
         said, code = str(error), BAD_INPUT
     except (GradwireError, OSError) as error:
         said, code = str(error), FAILED
-        if getattr(error, "errno", None) == errno.EPIPE:  # `gradwire codec list --json - | head -1`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains at its end
-            return FAILED
+    except SystemExit as error:  # Typer's, where a reader leaves: `codec list --json - | head -1`
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        said, code = "", READER_LEFT
     if said:
         typer.secho(f"gradwire: {said}", err=True, fg="red")
     return code
@@ -140,6 +142,8 @@ def _misused(error: Exception) -> str:
         error.show()  # type: ignore[attr-defined]
         return ""
     message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    if (told := getattr(error.__context__, "errors", None)) is not None:  # pydantic's
+        message = message.replace(": ", f": {told()[0]['input']!r}: ", 1)
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "gradwire"
     return f"{message.rstrip('.')}; see {where} --help"

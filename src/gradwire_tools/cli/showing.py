@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
+from gradwire.errors import ConfigError
 from gradwire_tools.cli import options
 from gradwire_tools.cli.options import Text, writable
 from gradwire_tools.cli.output import output
 
-Page = Annotated[Path, Option("--output", help="The HTML page.")]
+Page = Annotated[Path, Option("--output", "-o", help="The HTML page.")]
 
 
 def demo(
@@ -38,10 +40,9 @@ def report(
     """Make one self-contained HTML page with figures from benchmark rows."""
     from gradwire_tools import report as reports
 
-    target = page if svg is None else svg
-    writable("--output" if svg is None else "--svg", target)
-    if svg is None:
-        reports.write(files, page)
-    else:
-        reports.picture(files, svg)
+    option, target = ("--output", page) if svg is None else ("--svg", svg)
+    writable(option, target)
+    if os.path.realpath(target) in map(os.path.realpath, files):
+        raise ConfigError(f"{option} {target} is one of the files that rows are read from")
+    (reports.write if svg is None else reports.picture)(files, target)
     typer.echo(f"wrote {target}")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import ConfigError, use_one_of
+from gradwire.errors import ConfigError, of_file, use_one_of
 from gradwire_tools.lab.network import Network
 
 UNITS = ("step", "second", "share")
@@ -170,7 +170,7 @@ def _read(file: Path) -> Schedule:
     try:
         told = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule {file}: cannot be read ({error})") from None
+        raise ConfigError(f"schedule {file}: cannot be read ({of_file(error)})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"schedule {file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(told, dict) or not {"by", "phases"} <= told.keys() <= _KEYS:

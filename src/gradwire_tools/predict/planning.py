@@ -19,7 +19,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,8 +36,9 @@ from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import Row
 from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
+from gradwire_tools.predict.sim_sweep import Point
 from gradwire_tools.sim import Curves, Net, models
-from gradwire_tools.sim.choice import FULL, HALF, Ranked, Situation, choose, name
+from gradwire_tools.sim.choice import FULL, HALF, Situation, choose, name
 from gradwire_tools.sim.selective import decisions
 
 _TIMEOUT_S = 600.0
@@ -74,9 +75,12 @@ class WantedPlan:
     save: Path | None = None
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.shapes is None) or (self.net or self.world) is None:
+        if None not in (self.model, self.shapes):
+            raise ConfigError("plan: --model and --shapes are both given: leave one of them out")
+        if (self.model or self.shapes) is None or (self.net or self.world) is None:
             raise ConfigError(
                 "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
+                "; or let torchrun start it (docs/how-to/automatic.md)"
             )
         if self.world is not None and self.per_node != 1:
             raise ConfigError(
@@ -109,7 +113,7 @@ class WantedPlan:
         """
         given = self.parameters.values() if self.model is None else models.shapes(self.model)
         shapes = tuple(shape for shape in given if math.prod(shape))
-        ranks, net = 4 if self.ranks is None else self.ranks, Net("as it is")
+        ranks, net = Point().ranks(4 if self.ranks is None else self.ranks), Net("as it is")
         if self.world is not None:
             ranks = self.world.count
         elif self.net is not None:
@@ -132,10 +136,11 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
     chosen = [codec_table.get(text) for text in wanted.codecs]
     where, world = wanted.situation(), wanted.world
     found = None if world is None else join(world)
-    of = wanted.threads, wanted.file, wanted.fresh
-    known = simulate.known_curves([FULL, HALF, *chosen], *of)
+    known = simulate.known_curves([FULL, HALF, *chosen], wanted.threads, wanted.file, wanted.fresh)
+    for codec in chosen:
+        known.seconds(codec, "encode", 0, 0)  # one without curves is refused before work begins
     where = replace(where, curves=known) if found is None else measured(where, known, *found)
-    choice = choose(where, chosen)
+    choice = choose(where, chosen, progress)
     context = {
         "model": wanted.model or str(wanted.shapes),
         "ranks": where.ranks,
@@ -145,16 +150,13 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
         best = choice.of(chosen[0]).setting
         for one in decisions(where, best.codec, best.options.algorithm):
             yield {
-                "part": "layer", **context, "method": name(best.codec),
+                "part": "layer", **context, **asdict(one.decision), "method": name(best.codec),
                 "algorithm": best.options.algorithm, "numel": one.numel, "count": one.count,
-                "compress": one.decision.compress, "partitions": one.decision.partitions,
-                "seconds": one.decision.seconds,
-                "uncompressed_seconds": one.decision.uncompressed_seconds,
-                "compressed_seconds": one.decision.compressed_seconds,
             }  # fmt: skip
+    settings = {}
     for ranked in choice.of_codec:
         setting, limit = ranked.setting, ranked.limit_seconds
-        yield {
+        settings[ranked] = {
             "part": "setting", **context,
             "method": name(setting.codec),
             "algorithm": setting.options.algorithm,
@@ -167,12 +169,13 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
             "of_limit": None if limit is None else limit / ranked.seconds,
             "saves": 1 - ranked.seconds / choice.uncompressed.seconds,
         }  # fmt: skip
+    yield from settings.values()
     yield {
         "part": "verdict", **context, "compress": choice.compresses,
         "method": name(choice.best.setting.codec), "detail": choice.verdict,
     }  # fmt: skip
     if wanted.save is not None:
-        plan_of(choice.best, wanted.parameters, wanted.backward).save(wanted.save)
+        plan_of(settings[choice.best], wanted.parameters, where).save(wanted.save)
 
 
 def join(world: World) -> tuple[Links, Sequence[int]]:
@@ -208,23 +211,15 @@ def measured(where: Situation, known: Curves, links: Links, machines: Sequence[i
     return replace(where, net=net, curves=curves, per_node=per_node, cores=cores)
 
 
-def plan_of(best: Ranked, shapes: Mapping[str, models.Shape], backward: float) -> PlanFile:
-    """The plan in which all parameters are sent by a setting, and what it lets expect."""
-    setting, options = best.setting, best.setting.options
+def plan_of(best: Row, shapes: Mapping[str, models.Shape], where: Situation) -> PlanFile:
+    """The plan in which all parameters are sent by a row's setting, and what it lets expect."""
     rows = {}
     for key, shape in shapes.items():
         numel = math.prod(shape)
-        coded = len(shape) > 1 and numel >= max(setting.least, 1)
-        row = {"gradient": name(setting.codec) if coded else "none", "error_feedback": False}
+        coded = len(shape) > 1 and numel >= max(best["least"], 1)
+        row = {"gradient": best["method"] if coded else "none", "error_feedback": False}
         rows[key] = {**row, "numel": numel, "shape": list(shape)}
-    return PlanFile(
-        rows,
-        planned={
-            "algorithm": options.algorithm,
-            "segments": options.segments,
-            "coordinated": options.coordinated,
-            "coalesce_bytes": setting.coalesce_bytes,
-            "seconds": best.seconds,
-            "backward_seconds": backward,
-        },
-    )
+    same = ("algorithm", "segments", "coordinated", "coalesce_bytes", "seconds", "ranks")
+    net = str(Network(where.net.rate_bits_per_s, where.net.latency_s))
+    planned = {**{key: best[key] for key in same}, "backward_seconds": where.backward, "net": net}
+    return PlanFile(rows, planned)

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire import codecs as codec_table
 from gradwire.collectives import Options
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec
 from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.bench.micro.kernels import check_threads
@@ -39,7 +39,6 @@ KINDS = (
     row_kind("sim", f"{_SIM_MARKS} sweep", f"{_SWEPT} net:text", "machine:text?"),
     row_kind("sim", _SIM_MARKS, f"{_SIM} net:text", "machine:text?"),
 )
-
 
 NO_CURVES = Curves("none", 1, {})
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
@@ -128,7 +127,14 @@ class WantedCollectives(WantedStep):
             raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
         if "algorithm" in options:
             raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
-        codec, common = codec_table.get(**options), self.at(point, algorithm)
+        try:
+            codec = codec_table.get(**options)
+        except ConfigError as error:
+            if point.name in (None, *SWEPT):
+                raise
+            known = f"--sweep {point.name}: {use_one_of(point.name, SWEPT)}"
+            raise ConfigError(f"{known}, or an option of the codec: {error}") from None
+        common = self.at(point, algorithm)
         return Scenario(codec=codec, model=self.model, feedback=feedback, **common)
 
 

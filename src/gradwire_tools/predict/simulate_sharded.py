@@ -39,7 +39,6 @@ KINDS = (
     ),
 )
 
-
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "forward", "backward", "segments")
 _WIDTHS = {"fp32": Torch(4), "fp16": Torch(2), "bf16": Torch(2)}
 

@@ -18,7 +18,7 @@ from gradwire.errors import ConfigError
 from gradwire_tools.bench.quantities import DASH, digits, network, plural, spelled
 from gradwire_tools.report import costs, errors, machine, predictions, training
 from gradwire_tools.report.parts import Question, Section, Table
-from gradwire_tools.report.rows import Row, check, grouped, read, sort
+from gradwire_tools.report.rows import Row, grouped, read, sort
 
 TITLE = "gradwire benchmark report"
 
@@ -30,7 +30,6 @@ def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
         ConfigError: a file cannot be read, holds no rows, or a line of it is no row, as the message
             says; the page cannot be written; or a package is not installed.
     """
-    check_packages()
     _write(page, render([row for file in files for row in read(file)], title))
 
 
@@ -57,12 +56,12 @@ def _write(file: Path, text: str) -> None:
 def render(rows: Sequence[Row], title: str = TITLE) -> str:
     """The page as HTML.
 
+    The rows have been checked.
+
     Raises:
-        ConfigError: a row is not as its kind is, or a package is not installed.
+        ConfigError: there are no rows, or a package is not installed.
     """
     check_packages()
-    for place, row in enumerate(rows, start=1):
-        check(row, f"row {place}")
     import jinja2
 
     from gradwire_tools.report import draw
@@ -113,8 +112,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     return [*made, _what_was_run(rows)]
 
 
-def _unknown(rows: Sequence[Row]) -> Section:
-    """Rows that no other part knows: said so, and shown under their own keys."""
+def _listed(rows: Sequence[Row], title: str, about: Sequence[str] = ()) -> Section:
+    """Rows under their own keys, as they are."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault(tuple(key for key in row if key != "run"), []).append(row)
@@ -122,11 +121,7 @@ def _unknown(rows: Sequence[Row]) -> Section:
     for keys, mine in kinds.items():
         cells = [[_plain(row[key]) for key in keys] for row in mine]
         questions.append(Question(f"{plural(len(mine), 'row')}", table=Table(keys, cells)))
-    about = (
-        "The report has no figure for these rows: no benchmark of this version writes such keys. "
-        "They are listed as they are, without units."
-    )
-    return Section("Rows of an unknown kind", [about], questions)
+    return Section(title, about, questions)
 
 
 def _plain(value: object) -> str:
@@ -135,6 +130,10 @@ def _plain(value: object) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else spelled("", value)
 
 
+_UNKNOWN = (
+    "The report has no figure for these rows: no benchmark of this version writes such keys. "
+    "They are listed as they are, without units."
+)
 # Kinds of rows in the page's order: a section for all rows that share the values of these keys.
 _SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], Section | list[Section]]]] = {
     "bench train": ("", training.sections),
@@ -153,7 +152,9 @@ _SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], Section | list[Section
     "bench transports": ("", costs.transports),
     "bench profile": ("method net ranks numel", costs.profile),
     "doctor": ("", machine.doctor),
-    "": ("", _unknown),
+    "bench record": ("", lambda rows: _listed(rows, "Recorded gradients")),
+    "gpu-check": ("", lambda rows: _listed(rows, "Checks on a GPU")),
+    "": ("", lambda rows: _listed(rows, "Rows of an unknown kind", [_UNKNOWN])),
 }
 
 

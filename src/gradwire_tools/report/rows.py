@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench import rows as shapes
+from gradwire_tools.bench.adapt import record
 from gradwire_tools.bench.micro import aggregators, kernels, profile
 from gradwire_tools.bench.network import collectives, network, probe, transports
 from gradwire_tools.bench.paper import ablation, adapt, error, planner_grid, validate
 from gradwire_tools.bench.rows import Row as Row
-from gradwire_tools.bench.rows import RowKind
+from gradwire_tools.bench.rows import RowKind, check
 from gradwire_tools.bench.train import rows as train
 from gradwire_tools.predict import simulate, simulate_sharded
 
 _WRITERS: tuple[Any, ...] = (
     train, adapt, planner_grid, ablation, error, aggregators, validate, simulate_sharded,
-    simulate, collectives, kernels, profile, transports, probe, network,
+    simulate, collectives, kernels, profile, transports, probe, network, record,
 )  # fmt: skip
 KINDS: list[RowKind] = [kind for writer in _WRITERS for kind in writer.KINDS]  # the first counts
 LINE_BYTES = 16 << 20  # more are no row
@@ -29,11 +29,6 @@ _DEPTH = 50  # of arrays and objects in each other
 def kind_of(row: Row) -> RowKind | None:
     """The kind of a row; None if it is of none."""
     return next((kind for kind in KINDS if kind.has(row)), None)
-
-
-def check(row: Row, where: str) -> None:
-    """As `bench.rows.check`, of the kind that the row is of."""
-    shapes.check(row, kind_of(row), where)
 
 
 def read(file: Path) -> list[Row]:
@@ -78,13 +73,15 @@ def _parsed(line: bytes, where: str) -> Row:
     except ValueError as error:
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            if not line.endswith(b"\n") and (error.pos == len(text) or text[-1] != "}"):
+                reason = "the last line is incomplete: delete it, or run again with --resume"
         raise ConfigError(f"{where} is not JSON: {reason}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is not a JSON object but {type(row).__name__}")
     if deep:
         raise ConfigError(f"{where} is nested deeper than {_DEPTH} levels: not a row")
-    check(row, where)
+    check(row, kind_of(row), where)
     return row
 
 
@@ -102,9 +99,8 @@ def _finite(digits: str) -> float:
 def _depth(value: Any) -> int:
     """How many arrays and objects lie in each other."""
     depth, level = 0, [value]
-    while level:
-        inner = (v.values() if isinstance(v, dict) else v for v in level)
-        level = [one for v in inner for one in v if isinstance(one, dict | list)]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        level = [v for one in level for v in (one.values() if isinstance(one, dict) else one)]
         depth += 1
     return depth
 

@@ -151,26 +151,26 @@ class Choice:
 
 
 def choose(
-    where: Situation, codecs: Sequence[Codec], check: Callable[[], None] = lambda: None
+    where: Situation, codecs: Sequence[Codec], progress: Callable[..., None] = lambda *_: None
 ) -> Choice:
     """The best setting; none and bf16 are always considered.
 
     Args:
         codecs: from the most exact to the least; see `worth`.
-        check: called before each simulation; what it raises ends the search.
+        progress: is told of each setting before it is simulated; what it raises ends the search.
 
     Raises:
         ConfigError: one rank, or a codec without curves.
     """
     found: dict[Setting, Ranked] = {}
+    wanted = list(dict.fromkeys([FULL, HALF, *codecs]))
 
     def ranked(setting: Setting) -> Ranked:
         if setting not in found:
-            check()
+            progress(f"simulating {setting}; codec", 1 + wanted.index(setting.codec), len(wanted))
             found[setting] = simulate(where, setting)
         return found[setting]
 
-    wanted = list(dict.fromkeys([FULL, HALF, *codecs]))
     of_codec = []
     for codec in wanted:
         first = [ranked(setting) for setting in _plain(codec, where)]

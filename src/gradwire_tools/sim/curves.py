@@ -77,6 +77,8 @@ def load(file: Path) -> Curves:
     """
     try:
         data = json.loads(file.read_text())
+        if not isinstance(data, dict):
+            raise ValueError(f"a JSON object is needed, with codecs, not {type(data).__name__}")
         codecs = {
             codec: {form: _curve(numbers) for form, numbers in forms.items()}
             for codec, forms in data["codecs"].items()

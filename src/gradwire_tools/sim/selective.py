@@ -55,15 +55,13 @@ def decisions(
         # In bytes of fp32, as the codec takes them; what is sent uncompressed has half of them.
         half = _FP16 / _FP32
         share = layout(codec, torch.float32).nbytes(numel) / (_FP32 * numel)
-        plain = decide(
-            strategy, where.ranks, _FP32 * numel, half, _send(where),
-            _kernel(where, HALF, "encode", _FP32), _kernel(where, HALF, "decode", _FP32 * half),
-            candidates,
-        )  # fmt: skip
-        coded = decide(
-            strategy, where.ranks, _FP32 * numel, share, _send(where),
-            _kernel(where, codec, "encode", _FP32), _kernel(where, codec, "decode", _FP32 * share),
-            candidates,
+        plain, coded = (
+            decide(
+                strategy, where.ranks, _FP32 * numel, left, _send(where),
+                _kernel(where, one, "encode", _FP32), _kernel(where, one, "decode", _FP32 * left),
+                candidates,
+            )
+            for one, left in ((HALF, half), (codec, share))
         )  # fmt: skip
         of_half, of_codec = plain.compressed_seconds, coded.compressed_seconds
         pays = of_codec < of_half

@@ -43,9 +43,17 @@ from gradwire.errors import ConfigError
 from gradwire_tools.bench import memory, tasks
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import here
-from gradwire_tools.bench.rows import Row
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.tasks import Task
 
+KINDS = (
+    row_kind(
+        "bench record",
+        "gradient_norm nbytes",
+        "task:text at:count steps:positive ranks:positive numel:count loss:number? "
+        "gradient_norm:amount nbytes:count seconds:amount output:text",
+    ),
+)
 MANIFEST = "manifest.json"
 VERSION = 1
 AT = (0, 100, 400)

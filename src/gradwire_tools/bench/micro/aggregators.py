@@ -39,6 +39,7 @@ from gradwire_tools.bench.given import Weights, as_hook
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.quantities import plural
 from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods as method_table
 
@@ -52,7 +53,6 @@ KINDS = (
         "parameters:count state_bytes_per_value:amount",
     ),
 )
-
 
 _TIMEOUT_S = 580.0
 _WARM_UP = 4  # torch's PowerSGD sends its first two uncompressed; DDP rebuilds its bucket once
@@ -232,7 +232,7 @@ def measure(methods: Sequence[str], task: str, turns: int) -> list[Row]:
     ]
     copies: list[float] = []
     for turn in range(_WARM_UP + turns):
-        progress(f"turns of {len(measured)} methods", turn, _WARM_UP + turns)
+        progress(f"turns of {plural(len(measured), 'method')}", turn, _WARM_UP + turns)
         for one in (idle, *measured):
             one.step(gradients, clock, counts=turn >= _WARM_UP)
         for source, target in zip(arrays[::2], arrays[1::2], strict=False):

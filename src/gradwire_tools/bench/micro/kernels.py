@@ -46,8 +46,9 @@ KINDS = (
         "of_limit:amount",
         "device:text options:options? limit_seconds:amount? copy_gbps:amount?",
     ),
+    # scripts/gpu_check.py
+    row_kind("gpu-check", "check subject", "check:text subject:text passed:flag seconds:amount"),
 )
-
 
 NUMEL = {"cpu": 2**24, "cuda": 2**26}
 # All codecs end within 45 seconds.

@@ -63,7 +63,6 @@ KINDS = (
     ),
 )
 
-
 _TIMEOUT_S = 300.0
 _COMPILATIONS = 9
 _PARAMETERS = 30

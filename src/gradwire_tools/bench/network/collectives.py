@@ -30,7 +30,6 @@ from gradwire import algorithms
 from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.transport import Mixed
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.given import Weights, as_hook
 from gradwire_tools.bench.interleaved import quartiles
@@ -50,7 +49,6 @@ KINDS = (
         "transport:text per_node:positive? seconds_quartiles:spread? link_bytes:amount?",
     ),
 )
-
 
 DEFAULT_METHODS = (
     "torch-fp32",
@@ -176,7 +174,7 @@ class _TimedMethod:
         ours = self.method.kind == "gradwire"
         algorithm = str(self.method.options.get("algorithm", "sra")) if ours else "ring"
         transport = communicator().transport if ours else None
-        named = transport.name if isinstance(transport, Mixed) else type(transport).__name__
+        named = getattr(transport, "name", type(transport).__name__)
         reductions = 2 if self.method.kind == "torch_powersgd" else 1
         seconds, network = statistics.median(self.seconds), world.network
         link_bytes, limit = self.link_sent if world.per_node > 1 else self.sent, None

@@ -62,7 +62,6 @@ KINDS = (
     row_kind("doctor", "part available detail", "part:text available:flag detail:text"),
 )
 
-
 METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000
 _LAYERS = 8

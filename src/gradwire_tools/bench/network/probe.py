@@ -60,7 +60,6 @@ KINDS = (
     ),
 )
 
-
 CODECS = ("qsgd", "topk")
 SECONDS = 5.0
 _TIMEOUT_S = 600.0

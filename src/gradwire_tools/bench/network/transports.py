@@ -36,7 +36,6 @@ KINDS = (
     ),
 )
 
-
 SIZES = (64, 4096, 1 << 16, 1 << 20, 1 << 24)  # bytes
 _TIMEOUT_S = 300.0
 _STREAM_BYTES = 1 << 25  # in flight per turn, in at most _STREAM_MOST messages
@@ -150,20 +149,15 @@ def one_way(transport: Transport, messages: list[torch.Tensor], tag: int) -> flo
     """
     peer = 1 - transport.rank
     acknowledgement, last = torch.zeros(1, dtype=torch.uint8), tag + len(messages)
-    numbered = list(enumerate(messages, tag))
-    if transport.rank == 0:
-        answer = transport.irecv(acknowledgement, peer, last)
-        _synchronise(transport, last + 1)
-        begun = time.perf_counter()
-        pending = [transport.isend(m, peer, number) for number, m in numbered]
-        for each in (*pending, answer):
-            each.wait()
-    else:
-        coming = [transport.irecv(m, peer, number) for number, m in numbered]
-        _synchronise(transport, last + 1)
-        begun = time.perf_counter()
-        for each in coming:
-            each.wait()
+    numbered, sends = list(enumerate(messages, tag)), transport.rank == 0
+    comes = [(last, acknowledgement)] if sends else numbered
+    coming = [transport.irecv(m, peer, number) for number, m in comes]
+    _synchronise(transport, last + 1)
+    begun = time.perf_counter()
+    pending = [transport.isend(m, peer, number) for number, m in numbered] if sends else []
+    for each in (*pending, *coming):
+        each.wait()
+    if not sends:
         transport.isend(acknowledgement, peer, last).wait()
     return time.perf_counter() - begun
 

@@ -50,7 +50,6 @@ KINDS = (
     ),
 )
 
-
 MOST_TURNS = 1000
 _PARTS = 6
 _TOGETHER = 1 << 40  # bytes: one bucket

@@ -59,7 +59,6 @@ KINDS = (
     ),
 )
 
-
 METHODS = (
     "fp16", "qsgd:bits=4", "terngrad", "topk:density=0.01", "powersgd:rank=4",
     "artopk:density=0.01",
@@ -115,7 +114,7 @@ def run(
     """Yield the rows.
 
     Args:
-        folders: with recordings; none if `quick`: then a tiny one is made and deleted.
+        folders: with recordings; none, if and only if `quick`: then a tiny one is made and deleted.
         methods: names of codecs and aggregators with options (also those of `gradwire.Options`,
             and error_feedback=true or false; without it, both are measured if both are possible).
         algorithm: of collectives; a method's own option precedes it.
@@ -130,6 +129,8 @@ def run(
     chosen = [one for text in texts for one in parsed(text, algorithm)]
     if not folders and not quick:
         raise ConfigError("no folder of recorded gradients given: gradwire bench record makes one")
+    if folders and quick:
+        raise ConfigError("--quick makes a recording of its own: give no folder with it")
     with recordings(folders, at, quick) as found:
         for recording in found:
             _check(recording, chosen)

@@ -60,7 +60,6 @@ KINDS = (
     ),
 )
 
-
 NETS = ("100mbit,1ms", "1gbit,1ms", "10gbit,100us", "none")
 SIZES = tuple(1 << n for n in range(14, 27, 2))  # bytes of fp32: 16 KB to 64 MB
 HOPELESS = 1.8

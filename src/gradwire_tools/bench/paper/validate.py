@@ -41,7 +41,6 @@ KINDS = (
     ),
 )
 
-
 RANKS = (2, 4, 8)
 NETS = ("100mbit,5ms", "300mbit,1ms", "1gbit,1ms")
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather")

@@ -200,8 +200,8 @@ def plan(
         ConfigError: a name is unknown or a number is out of range.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    if given.get("nodes") == 1:
-        raise ConfigError("--nodes 1: one node sends nothing; use 2 nodes or more")
+    if given.get("nodes", 2) < 2:
+        raise ConfigError(f"--nodes {given['nodes']}: one node sends nothing; use 2 nodes or more")
     if given.get("steps", 1) < 1:
         raise ConfigError(f"--steps {given['steps']}: train 1 step or more")
     if nets and net is not None:
