@@ -331,8 +331,8 @@ MUTANTS = (
     Mutant(
         "stats_without_headers", "bytes on the wire are not those that are told",
         "gradwire/engine/thread_driver.py",
-        "run.job.wire_bytes += nbytes",
-        "run.job.wire_bytes += nbytes - 48",
+        "run.wire_bytes += nbytes",
+        "run.wire_bytes += nbytes - 48",
         ("tests/laws/test_collective_laws.py::test_every_law",),
     ),
     # Collectives.

@@ -74,7 +74,7 @@ def test_factors_of_matrices() -> None:
 
 
 def test_payloads_of_weights() -> None:
-    of = Payloads([Piece(None, 0, (5, 5))], [OneBit()], 6, 2, torch.float32, torch.device("cpu"))
+    of = Payloads([Piece(None, 0, 6, (5, 5))], [OneBit()], torch.float32, torch.device("cpu"))
     values, sent = torch.zeros(12), torch.zeros(sum(of.nbytes), dtype=torch.uint8)
     refused("must hold 6 x", of.encode, values, sent, 0, np.zeros(1, np.uint64))
     refused("must hold 12 x", of.decode, sent, values[:6])
