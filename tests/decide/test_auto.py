@@ -194,6 +194,8 @@ def test_what_automatic_mode_does_not_take_is_named() -> None:
         ("codecs=(5,): give several names", {"codecs": (5,)}),
         ("methods='powersgd': give several", {"methods": "powersgd"}),
         ("zip", {"methods": ["zip"]}),
+        ("'none' would be tried twice", {"methods": ["none"]}),
+        ("'topk' would be tried twice", {"codecs": ["topk"], "methods": ["topk"]}),
         ("lgrecco", {"policy": "lgrecco"}),
         ("policy=5: give a policy", {"policy": 5}),
         ("leave the policy's budget out", {"policy": "lgreco:budget=qsgd:bits=4"}),

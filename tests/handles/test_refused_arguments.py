@@ -187,6 +187,7 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (gw.Replan, {"every": 0}, "Replan: every=0 must be at least 1"),
         (gw.Replan, {"alpha": 10**400}, "Replan: alpha=10+ must be above 0 and below inf: give"),
+        (gw.Replan, {"stale": 0.5}, "stale=0.5 must be above 1 and below inf: give more than 1"),
         (gw.Replan, {"stale": np.ones(2)}, r"stale=array\(\[1., 1.\]\) must be above 1"),
         (gw.Replan, {"weigh": "size"}, "weigh='size' must be 'bytes', 'priority' or 'time'"),
         (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 1"),

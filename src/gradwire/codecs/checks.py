@@ -90,7 +90,7 @@ def _nearest(
     if least is not None and value < least:
         return f"use {least:g} or more"
     if above is not None and value <= above:
-        return f"use {above + SMALLEST:g} or more"
+        return f"use {above + SMALLEST:g} or more" if above < 1 else f"give more than {above:g}"
     return f"use {most:g}" if most is not None else f"give a number below {below:g}"
 
 

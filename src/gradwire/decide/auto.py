@@ -28,7 +28,7 @@ from gradwire.controllers import Policy
 from gradwire.controllers.replan import Replan
 from gradwire.controllers.targets import policy_of
 from gradwire.decide.policy import Adaptation, Subject
-from gradwire.decide.scripts import Pass, Passes, Script, Tell, Use, tried
+from gradwire.decide.scripts import Pass, Passes, Script, Tell, Use, nothing, tried
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.planner import Plan, Rules
@@ -83,6 +83,9 @@ class Auto:
             object.__setattr__(self, option, tuple(given))
         for method in self.methods:
             registry.get(method)
+        for one in self.candidates:
+            if self.candidates.count(one) > 1:
+                raise ConfigError(f"Auto: {one!r} would be tried twice: leave it out once")
         if self.policy is not None and policy_of(self.policy).budget is not None:
             raise ConfigError(
                 f"gw.Auto: policy={self.policy!r:.60}: its budget is the codec that is chosen: "
@@ -156,7 +159,7 @@ class Automatic:
                 best = worth(seconds)
                 chosen = self._auto.candidates[best]
                 compresses = chosen not in EXACT
-                then = self._start_policy if compresses else _nothing
+                then = self._start_policy if compresses else nothing
                 yield Use(plans[best], then)
                 self.setting = chosen
                 self._say_tried(seconds, best)
@@ -270,7 +273,3 @@ def worth(seconds: Sequence[float]) -> int:
             best = number
         least = min(least, taken)
     return best
-
-
-def _nothing() -> None:
-    pass

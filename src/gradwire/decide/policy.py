@@ -225,8 +225,8 @@ class Adaptation:
                 ended = yield NextWindow()
                 yield from self._round(ended.window)
         except Exception as error:  # this rank cannot know what others do
-            line = f"policy {self.policy.name}: the plan stays: {reason(error)}; the policy ends"
-            self._note(self.passes, next(iter(self._targets)), line, 0, time.perf_counter())
+            why = f"{reason(error)}; the policy ends"
+            self._failed(self.passes, next(iter(self._targets)), why, time.perf_counter())
             self.running = False
 
     def _weigh(self) -> Script:
@@ -287,7 +287,7 @@ class Adaptation:
         changed: dict[str, dict[str, Aggregator]] = {}
         for kind, window in windows.items():
             if kind in failed:
-                self._failed(window, kind, failed[kind], begun)
+                self._failed(window.number, kind, failed[kind], begun)
             if kind in failed or kind not in rulings:
                 continue
             grown, ruling = rulings[kind]
@@ -301,7 +301,7 @@ class Adaptation:
                 yield Use(partial(self._changed, changed))
             except ConfigError as error:  # alike on all ranks
                 kind = next(kind for kind, methods in changed.items() if methods)
-                self._failed(windows[kind], kind, reason(error), begun)
+                self._failed(windows[kind].number, kind, reason(error), begun)
 
     def _changed(self, methods: Methods, before: Plan) -> Plan:
         return self._with(methods, replace(before, version=before.version + 1))
@@ -330,16 +330,15 @@ class Adaptation:
         line = ruling.line
         if grown is not None:
             line = f"early, as the plan's error grew by {grown:.2f} against uniform's: {line}"
-        figures = {
-            "planned_error": ruling.planned_error, "error": ruling.error,
-            "uniform_error": ruling.uniform_error, "budget": ruling.budget,
-        }  # fmt: skip
-        errors = {k: v if v is None or math.isfinite(v) else None for k, v in figures.items()}
+        errors: dict[str, Any] = {}
+        for name in ("planned_error", "error", "uniform_error", "budget"):
+            value = getattr(ruling, name)
+            errors[name] = value if value is not None and math.isfinite(value) else None
         self._note(window.number, kind, line, changed, begun, grown is not None, **errors)
 
-    def _failed(self, window: Window, kind: str, why: str, begun: float) -> None:
+    def _failed(self, number: int, kind: str, why: str, begun: float) -> None:
         line = f"policy {self.policy.name}: the plan stays: {why}"
-        self._note(window.number, kind, line, 0, begun)
+        self._note(number, kind, line, 0, begun, level=logging.WARNING)
 
     def _note(
         self,
@@ -349,6 +348,7 @@ class Adaptation:
         changed: int,
         begun: float,
         early: bool = False,
+        level: int = logging.INFO,
         **more: Any,
     ) -> None:
         if self._on.runner.closed:
@@ -361,7 +361,7 @@ class Adaptation:
         self._on.decided({"by": self.policy.name, **row})
         if self._on.place.first:
             said = "pass %d: %s: %s; %d parameters change"
-            log.info(said, number, kind, line, changed)
+            log.log(level, said, number, kind, line, changed)
 
     # ---- state
 

@@ -120,7 +120,7 @@ class Tell:
     value: Any
 
 
-def _nothing() -> None:
+def nothing() -> None:
     pass
 
 
@@ -134,7 +134,7 @@ class Use:
     """
 
     make: Make
-    then: Callable[[], None] = _nothing
+    then: Callable[[], None] = nothing
 
 
 Command = Passes | NextWindow | Tell | Use
@@ -147,7 +147,7 @@ def tried(
     passes: int,
     turns: int = 1,
     measured: Callable[[Pass], float] = lambda one: one.seconds,
-    then: Callable[[], None] = _nothing,
+    then: Callable[[], None] = nothing,
 ) -> Script:
     """Have each plan in force for `UNTIMED` passes and `passes` more, in each of some turns.
 
@@ -160,7 +160,7 @@ def tried(
     values: list[list[float]] = [[] for _ in plans]
     for number in [*range(len(plans))] * turns:
         yield Use(plans[number], then)
-        then = _nothing
+        then = nothing
         yield Passes(UNTIMED - 1)
         values[number] += map(measured, (yield Passes(passes)))
     every = yield Tell(f"{key}/tried", [statistics.median(of) for of in values])
@@ -235,7 +235,7 @@ class Runner:
         workers: Workers,
         tell: Callable[[str, Any, Callable[[], None]], list[Any]],
         ask: Callable[[Make], Requested],
-        check: Callable[[], None] = _nothing,
+        check: Callable[[], None] = nothing,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.passes = 0

@@ -30,7 +30,7 @@ from gradwire.controllers.replan import Replan
 from gradwire.controllers.tables import table
 from gradwire.controllers.targets import Target
 from gradwire.decide.scripts import DecidingRank, Detached, Script, Tell
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, GradwireError
 
 _POLL_S = 0.05
 
@@ -283,8 +283,9 @@ class Decider:
 
 
 def reason(error: BaseException) -> str:
-    """In one line, never empty."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """In one line; with its class, unless it is gradwire's own."""
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    return text if isinstance(error, GradwireError) and text else f"{kind}: {text}".rstrip(": ")
 
 
 def _whole(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
