@@ -43,7 +43,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "algorithms":     ( 1826, 12,  0, "errors engine"),
     "partition":      (  285,  2,  0, "errors lang codecs engine"),
     "groups":         (  138,  0,  0, "errors transport engine"),
-    "collectives":    ( 2866, 27,  0, "..groups"),
+    "collectives":    ( 2866, 26,  0, "..groups"),
     "tools/__init__": (    4,  0,  0, ""),
     "aggregators":    ( 3069, 31,  0, "errors lang codecs engine algorithms partition collectives"),
     "planner":        ( 1756, 10,  3, "..aggregators"),

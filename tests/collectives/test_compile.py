@@ -19,7 +19,6 @@ from gradwire.partition import Spec
 from rooms.collectives import (
     Calls,
     Capabilities,
-    CollectiveLayout,
     Program,
     Step,
     compile,
@@ -84,7 +83,8 @@ def programs(
     machines = tuple(rank // 2 for rank in range(n))
     return [
         compile(
-            CollectiveLayout(OPERATIONS[kind], tuple(specs)),
+            OPERATIONS[kind],
+            specs,
             Topology(rank, n, machines),
             able or Capabilities(),
             Options(**options),

@@ -66,6 +66,14 @@ MISTAKES: list[tuple[Call, str]] = [
         "between='ring': use one of auto, sra",
     ),
     (options(algorithm="hierarchical", inside="half"), "use one of codec, full"),
+    (
+        lambda comm: gw.all_reduce(t := X(8), residual=t, group=comm),
+        "residual: it shares memory with a tensor of the call",
+    ),
+    (
+        lambda comm: gw.reduce_scatter((t := X(12))[8:], t[:8], residual=t[4:], group=comm),
+        "residual: it shares memory with a tensor of the call",
+    ),
     (on(gw.all_reduce, X(9), options="ring"), "options='ring': give a gradwire.Options"),
     (
         on(gw.all_reduce, X(9), options={"algorithm": "ring"}),

@@ -24,7 +24,7 @@ from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
 from gradwire_tools.sim.training import Compute, Start, Times, Waits, order
 from machines import FREE, GBIT, USUAL, priced
-from rooms.collectives import Capabilities, CollectiveLayout, compile
+from rooms.collectives import Capabilities, compile
 from rooms.engine import Topology
 
 # Rows that no number of ranks divides, fewer rows than ranks, small and flat parameters.
@@ -90,7 +90,7 @@ def scattered_bytes(group: Shapes, ranks: int, codec: Any) -> int:
         for i, shape in enumerate(group)
     )  # fmt: skip
     topology = Topology(0, ranks, tuple(range(ranks)))
-    made = compile(CollectiveLayout(SCATTER, specs), topology, Capabilities(), Options())
+    made = compile(SCATTER, specs, topology, Capabilities(), Options())
     return made.wire_bytes
 
 

@@ -59,9 +59,11 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"seed={seed!r:.60}: give an integer that is not negative, below 2^64")
 
 
-def flat_residual(residual: torch.Tensor | None, numel: int) -> torch.Tensor | None:
+def flat_residual(
+    residual: torch.Tensor | None, numel: int, *others: torch.Tensor
+) -> torch.Tensor | None:
     """A residual, 1-D. Raises ConfigError unless it is None, or fp32, contiguous, with `numel`
-    values."""
+    values, in memory that is none of the others'."""
     if residual is None:
         return None
     if not isinstance(residual, torch.Tensor):
@@ -71,7 +73,16 @@ def flat_residual(residual: torch.Tensor | None, numel: int) -> torch.Tensor | N
         raise ConfigError(
             f"residual: {found[0]} x {found[1]}; it must hold {numel} x torch.float32, contiguous"
         )
+    first, end = _span(residual)
+    if any(first < stop and start < end for start, stop in map(_span, others)):
+        raise ConfigError("residual: it shares memory with a tensor of the call: give it its own")
     return residual.view(-1)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that its values span, [first, end)."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def options_of(options: Options | None, algorithm: str | None) -> Options:

@@ -253,10 +253,8 @@ def prepare(
     """The Collective of `specs`, made on first use and cached; returns without waiting for peers.
 
     Raises:
-        ConfigError: as Collective, or `options` of another type.
+        ConfigError: as Collective.
     """
-    if not (options is None or isinstance(options, Options)):
-        raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
     options = options or Options()
     key = (operation, tuple(specs), options, device)
     with owner.preparing:

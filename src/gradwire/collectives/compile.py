@@ -42,20 +42,6 @@ _REDUCING = (Hierarchical, HierarchicalReduceScatter)
 
 
 @dataclass(frozen=True)
-class CollectiveLayout:
-    """The layout of a collective, the same on every rank.
-
-    Attributes:
-        operation: verb, operator and root.
-        specs: the tensors. For a reduce-scatter or all-gather, each holds every rank's shard, in
-            rank order.
-    """
-
-    operation: Operation
-    specs: tuple[Spec, ...]
-
-
-@dataclass(frozen=True)
 class Capabilities:
     """The capabilities of a rank's transport.
 
@@ -111,9 +97,14 @@ class Program:
 
 
 def compile(
-    layout: CollectiveLayout, topology: Topology, capabilities: Capabilities, options: Options
+    operation: Operation,
+    specs: Sequence[Spec],
+    topology: Topology,
+    capabilities: Capabilities,
+    options: Options,
 ) -> Program:
-    """The program of one rank.
+    """The program of one rank, of tensors that are the same on every rank. For a reduce-scatter or
+    all-gather, each spec holds every rank's shard, in rank order.
 
     Raises:
         ConfigError: the operation does not have the algorithm, a tensor cannot be cut into shards,
@@ -125,10 +116,10 @@ def compile(
             "Options(checksum=None)"
         )
     rank, world_size = topology.rank, topology.world_size
-    algorithm = algorithm_of(layout.operation, topology, options)
+    algorithm = algorithm_of(operation, topology, options)
     # A GPU's kernels and its messages do not compete for the same cores.
     in_memory = capabilities.in_memory and not capabilities.fifo
-    parts = cut(layout, algorithm, world_size, options, in_memory)
+    parts = cut(operation, specs, algorithm, world_size, options, in_memory)
     graph = algorithm.build(rank, world_size, parts.sizes)
     packed = {} if capabilities.fifo else packings(graph, parts)
     nbytes = message_bytes(graph, parts.sizes)
@@ -156,7 +147,7 @@ def compile(
         graph=graph,
         sizes=parts.sizes,
         kinds=parts.kinds,
-        calls=kernel_calls(graph, parts, layout.specs, offsets, rank, options.batched),
+        calls=kernel_calls(graph, parts, specs, offsets, rank, options.batched),
         nbytes=nbytes,
         offset=offsets,
         borrowed=lent,
@@ -170,7 +161,8 @@ def compile(
 
 
 def cut(
-    layout: CollectiveLayout,
+    operation: Operation,
+    specs: Sequence[Spec],
     algorithm: Algorithm,
     world_size: int,
     options: Options,
@@ -178,11 +170,11 @@ def cut(
 ) -> Partition:
     """The tensors, cut for an algorithm; `in_memory` as of Capabilities."""
     return partition(
-        layout.specs,
+        specs,
         chunks=options.partitions or algorithm.chunks(world_size),
         segments=options.segments,
         plain=isinstance(algorithm, _REDUCING) and algorithm.inside == "full",
-        shards=layout.operation.shards,
+        shards=operation.shards,
         segment_bytes=IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES,
     )
 

@@ -84,7 +84,7 @@ def all_reduce(
     wire = codec_of(all_reduce, codec, codec_options)
     comm, chosen = _checked(group, options, algorithm, seed, step)
     check_tensor("tensor", tensor)
-    kept = flat_residual(residual, tensor.numel())
+    kept = flat_residual(residual, tensor.numel(), tensor)
     request = AllReduce(flat(tensor), op_of(op), kept, codec=wire)
     return _run(comm, chosen, request, tensor, async_op, seed, step, name)
 
@@ -129,7 +129,7 @@ def reduce_scatter(
     wire = codec_of(reduce_scatter, codec, codec_options)
     comm, chosen = _checked(group, options, algorithm, seed, step)
     _check_shards(comm, whole=("input", input), shard=("output", output))
-    kept = flat_residual(residual, input.numel())
+    kept = flat_residual(residual, input.numel(), input, output)
     values, home = flat(input), flat(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
     if chosen.algorithm == "hierarchical":

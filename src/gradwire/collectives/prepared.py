@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
+from gradwire.collectives.compile import Capabilities, compile
 from gradwire.collectives.memory import is_staged
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
@@ -69,8 +69,7 @@ class Prepared:
             staged=is_staged(device),
             lenders=frozenset() if fifo else comm.transport.lenders,
         )
-        what = CollectiveLayout(operation, specs)
-        self.program = program = compile(what, comm.topology, capabilities, options)
+        self.program = program = compile(operation, specs, comm.topology, capabilities, options)
         self.graph = program.graph
         self.wire_bytes = program.wire_bytes
         received = [

@@ -18,7 +18,7 @@ from gradwire import codecs
 from gradwire.aggregators import Aggregator, Compressed, Dense, Encoded
 from gradwire.aggregators.registry import REGISTRY
 from gradwire.collectives import AVERAGE, Operation, Options
-from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut
+from gradwire.collectives.compile import algorithm_of, cut
 from gradwire.collectives.legal import uncompressed
 from gradwire.collectives.packing import expected
 from gradwire.engine import Communicator
@@ -141,8 +141,7 @@ def _wire_bytes(
     operation: Operation, specs: Sequence[Spec], topology: Topology, options: Options
 ) -> int:
     algorithm = algorithm_of(operation, topology, options)
-    what = CollectiveLayout(operation, tuple(specs))
-    parts = cut(what, algorithm, topology.world_size, options, topology.in_memory)
+    parts = cut(operation, specs, algorithm, topology.world_size, options, topology.in_memory)
     return algorithm.wire_bytes(topology.rank, topology.world_size, expected(parts)[0])
 
 

@@ -14,7 +14,7 @@ from gradwire.algorithms import Algorithm
 from gradwire.algorithms.protocol import message
 from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.collectives.calls import covered_messages, form
-from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut, message_bytes
+from gradwire.collectives.compile import algorithm_of, cut, message_bytes
 from gradwire.collectives.packing import expected
 from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
@@ -63,7 +63,7 @@ def bucket_contents(
     operation: Operation = AVERAGE,
 ) -> BucketContents:
     """Cut a bucket for an algorithm; `in_memory` if all ranks are on one node."""
-    parts = cut(CollectiveLayout(operation, bucket), algorithm, world_size, options, in_memory)
+    parts = cut(operation, bucket, algorithm, world_size, options, in_memory)
     feedback = np.array([spec.feedback for spec in bucket], dtype="i8")
     kinds = tuple((codec, kept) for codec, _ in parts.kinds for kept in (False, True))
     shape = len(parts.sizes[0]), len(parts.sizes), len(kinds)

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.collectives import AVERAGE
-from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
+from gradwire.collectives.compile import Capabilities, compile
 from gradwire.engine import Timeline
 from gradwire.engine.topology import Topology
 from gradwire.engine.trace import WIRE, Span
@@ -129,12 +129,11 @@ def _compile_s(row: Mapping[str, Any]) -> float:
     codec, options = parse(row["method"]).how()
     buckets = ddp_buckets(_shapes(row["numel"]), codec, False, 1024)
     specs = tuple(spec for bucket in buckets for spec in bucket)
-    layout = CollectiveLayout(AVERAGE, specs)
     topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
     seconds = []
     for _ in range(_COMPILATIONS):
         begun = time.perf_counter()
-        graph = compile(layout, topology, Capabilities(), options).graph
+        graph = compile(AVERAGE, specs, topology, Capabilities(), options).graph
         _ = graph.slots, graph.opening, graph.dependents  # cached properties of a program
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
