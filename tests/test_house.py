@@ -45,7 +45,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "groups":         (  138,  0,  0, "errors transport engine"),
     "collectives":    ( 2866, 26,  0, "..groups"),
     "tools/__init__": (    4,  0,  0, ""),
-    "aggregators":    ( 3069, 31,  0, "errors lang codecs engine algorithms partition collectives"),
+    "aggregators":    ( 3068, 31,  0, "errors lang codecs engine algorithms partition collectives"),
     "planner":        ( 1756, 10,  3, "..aggregators"),
     "controllers":    ( 2558, 27,  0, "errors lang codecs aggregators planner"),
     "decide":         ( 1470, 20,  0, "..controllers"),

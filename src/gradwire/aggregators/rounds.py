@@ -109,9 +109,8 @@ class Rounds:
     def least(self) -> int | None:
         """The least plan version of all ranks, once all rounds have ended; None if no collective
         has carried every rank's version to every other rank."""
-        comm, device = self.owner.comm, self.gradients[0].device
-        seen = self._versions_known and comm.stream(device) is None  # there no header is read
-        return self.ticket.version if seen or comm.world_size == 1 else None
+        known = self._versions_known or self.owner.comm.world_size == 1
+        return self.ticket.version if known else None
 
     def _advance(self, number: int) -> None:
         """Resume every coroutine; their requests form round `number`."""
