@@ -19,7 +19,7 @@ def arenas(codec: Codec, dtype: torch.dtype, hub: Hub) -> list[float]:
     """Each rank's arena, as a share of its bucket's bytes."""
 
     def body(comm: Communicator) -> int:
-        return prepare(comm.calls, [Spec("w", NUMEL, dtype, codec)]).prepared.arena_bytes
+        return prepare(comm.calls, [Spec("w", NUMEL, dtype, codec)]).prepared[0][0].arena_bytes
 
     return [n / (NUMEL * dtype.itemsize) for n in as_threads(hub.world_size, body, hub)]
 

@@ -51,6 +51,9 @@ class Drawn(Aggregator):
     def states(self, shape: Shape) -> Mapping[str, StateSpec]:
         return {"turn": StateSpec((1,), kind="replicated")}
 
+    def variant(self, step: int, world_size: int) -> int:
+        return step
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         draws = [random.Random(f"{self.seed} {c.name} {c.step}") for c in contexts]
         ways = [d.choice(("reduced", "shards", "gathered", "coded", "none")) for d in draws]

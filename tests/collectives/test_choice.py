@@ -50,7 +50,7 @@ def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.Monkey
         assert future is not None
         future.wait()
         (collective,) = comm.calls.kept.values()  # type: ignore[index]
-        return int(collective.prepared.wire_bytes)  # type: ignore[attr-defined]
+        return int(collective.prepared[0][0].wire_bytes)  # type: ignore[attr-defined]
 
     part = 1024 // 128 * 68 + 48
     given = 2 * part if inside == "codec" else 2 * (1024 * 4 + 48)

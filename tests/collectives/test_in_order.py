@@ -112,7 +112,7 @@ def test_memory_is_that_of_one_collective() -> None:
         item = Item(torch.ones(100_000), rng.parameter_keys(0, "w", comm.rank), 0)
         for _ in range(5):
             collective.start([item])
-        return comm.pools.peak_bytes, collective.prepared.arena_bytes
+        return comm.pools.peak_bytes, collective.prepared[0][0].arena_bytes
 
     for peak, arena in as_threads(2, body, fifo=FifoHub(2)):
         assert peak == arena

@@ -39,7 +39,7 @@ def test_a_task_is_one_call(n: int, in_order: bool) -> None:
                 for k, (t, r) in enumerate(zip(values, residuals, strict=True))
             ]
             calls = collective.start(items).result(timeout=60).kernel_calls
-        program = collective.prepared.program
+        program = collective.prepared[0][0].program
         tasks = sum(bool(of_task) for of_task in program.calls.of)
         return [*values, *residuals], calls, tasks, len(program.calls.form)
 

@@ -106,12 +106,12 @@ def reduce_all(
         ]
         counted.append(collective.start(items).result().wire_bytes)
         tensors += given + residuals
-    program = collective.prepared.program
+    program = collective.prepared[0][0].program
     pool = comm.pools.of(torch.device("cpu"), staging=True)
     return Found(
         tensors,
         counted,
-        collective.prepared.wire_bytes,
+        collective.prepared[0][0].wire_bytes,
         sum(program.nbytes[b] for b in program.graph.sent()),
         pool.owned - sum(arena.numel() for arena in pool._free),
     )

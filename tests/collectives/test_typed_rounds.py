@@ -14,7 +14,8 @@ import torch
 from averaging import started
 from fifo import FifoHub
 from gradwire import QSGD, ConfigError, Options
-from gradwire.aggregators import Aggregator, Attached, Context, Dense, Steps
+from gradwire.aggregators import Aggregator, Attached, Context, Steps
+from gradwire.aggregators.program import options_for
 from gradwire.codecs import DGC
 from gradwire.collectives import (
     SUM,
@@ -22,10 +23,11 @@ from gradwire.collectives import (
     AllReduce,
     Broadcast,
     Item,
+    Part,
     ReduceScatter,
     Request,
-    prepare,
-    start_round,
+    Round,
+    prepare_scope,
 )
 from gradwire.engine import Communicator, Owner
 from gradwire.lang import rng
@@ -82,7 +84,11 @@ class Unlike(Aggregator):
 
     found: list[Tensors] = field(default_factory=list)
 
+    def variant(self, step: int, world_size: int) -> int:
+        return step % world_size  # roots
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        self.found.clear()  # of the run on zeros
         for number in range(ROUNDS):
             results = yield [request for c in contexts for request in unlike(c, number)]
             self.found.append([t.clone() for t in results])
@@ -181,27 +187,29 @@ def test_a_mistake_in_a_round_names_parameter_and_round() -> None:
         assert "round 1" in str(error)
 
 
-def test_collectives_of_a_round_are_prepared_in_any_order() -> None:
-    """Not in the same on all ranks: who waits for a message has it all the same. Rings, for a rank
-    sends its second message only when it has received the first."""
+def test_collectives_of_a_round_begin_in_one_order() -> None:
+    """Whenever ranks have prepared them: who waits for a message has it all the same. Rings, for a
+    rank sends its second message only when it has received the first."""
     n = 3
 
     def body(comm: Communicator) -> float:
-        owner, ticket_items = comm.owner("a test"), []
+        owner = comm.owner("a test")
+        parts: list[Part] = []
+        items: list[list[Item]] = []
         for i in range(2):
             spec = Spec(f"p{i}", 3000, torch.float32, uncompressed(SUM, torch.float32))
-            collective = prepare(owner, [spec], Options(algorithm="ring"), SUM)
-            late, made = 0.1 * (1 + (i + comm.rank) % 2), collective.prepared
-            collective.ready = Future()
-            threading.Timer(late, collective.ready.set_result, [made]).start()
-            item = Item(torch.ones(3000), rng.parameter_keys(0, spec.name, comm.rank), 0)
-            ticket_items.append((collective, [item]))
+            options = Options(algorithm="ring", segments=1 + i)
+            parts.append(Part(SUM, (spec,), options, torch.device("cpu")))
+            items.append([Item(torch.ones(3000), rng.parameter_keys(0, spec.name, comm.rank), 0)])
+        program = prepare_scope(owner, [Round(tuple(parts))])
+        made, program.ready = program.prepared, Future()
+        threading.Timer(0.1 * comm.rank, program.ready.set_result, [made]).start()
         ticket = owner.ticket()
-        running = start_round(ticket, ticket_items)
+        running = program.start_round(ticket, 0, items)
         ticket.close()
         for future in running:
             future.result(60)
-        return sum(float(items[0].values.sum()) for _, items in ticket_items)
+        return sum(float(of_part[0].values.sum()) for of_part in items)
 
     assert as_threads(n, body, Hub(n, timeout=60)) == [2 * n * 3000.0] * n
 
@@ -211,7 +219,7 @@ def test_requests_in_two_levels_use_the_handles_machines() -> None:
     machines = Options(algorithm="hierarchical", nodes=(0, 0, 1), inside="full", between="grid")
     values = torch.zeros(6)
     found = [
-        Attached("w", (6,), Dense(), rng.parameter_keys(0, "w", 0)).resolve(request, 0, given, 3)
+        options_for(request, given)
         for given in (machines, Options(coordinated=True))
         for request in (
             AllGather(values, algorithm="hierarchical"),
@@ -221,5 +229,4 @@ def test_requests_in_two_levels_use_the_handles_machines() -> None:
     ]
     plain = Options(algorithm="hierarchical")
     same = replace(plain, nodes=(0, 0, 1))
-    expected = [same, replace(same, inside="full"), Options(), plain, plain, Options()]
-    assert [resolved.route.options for resolved in found] == expected
+    assert found == [same, replace(same, inside="full"), Options(), plain, plain, Options()]

@@ -186,7 +186,7 @@ def waits_for_nothing(name: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         future = collective.start([item])
         assert future.done()
-        assert future.result(0).wire_bytes == collective.prepared.wire_bytes
+        assert future.result(0).wire_bytes == collective.prepared[0][0].wire_bytes
     monkeypatch.undo()
     comm.close()
 
@@ -278,7 +278,7 @@ def test_a_collective_runs_on_the_side_stream_behind_the_callers(
     stream, ticket = comm.stream(CPU), comm.calls.ticket()
     assert stream is not None
     item = Item(values, KEYS, 0, residual)
-    job = OrderedJob(collective.prepared, [item], ticket)
+    job = OrderedJob(collective.prepared[0][0], [item], ticket)
     job.ready = torch.cuda.current_stream().record_event()
     ticket.next_round(collective.issue)
     ticket.begin_in_order(stream, lambda: job).result(0)

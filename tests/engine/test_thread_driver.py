@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
-from gradwire.collectives import Collective, Item, prepare
+from gradwire.collectives import Item, ScopeProgram, prepare
 from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -99,15 +99,16 @@ def test_tickets_are_returned_in_their_order() -> None:
         empty = prepare(comm.calls, [Spec("empty", 0, torch.float32, Identity())])
         started: list[str] = []
 
-        def begin(collective: Collective, name: str) -> Future[Outcome]:
-            ticket, values = comm.calls.ticket(), torch.ones(collective.specs[0].numel)
-            job = Job(collective.prepared, [Item(values, KEYS, 0)], ticket)
+        def begin(program: ScopeProgram, name: str) -> Future[Outcome]:
+            (spec,) = program.rounds[0].parts[0].specs
+            ticket, values = comm.calls.ticket(), torch.ones(spec.numel)
+            job = Job(program.prepared[0][0], [Item(values, KEYS, 0)], ticket)
             start = job.start
             job.start = lambda: (started.append(name), start())  # type: ignore[assignment, func-returns-value]
             ready: Future[None] = Future()
             ready.set_result(None)
-            ticket.next_round(collective.issue)
-            future = ticket.begin(ready, lambda _: job)
+            ticket.next_round(program.issue)
+            (future,) = ticket.begin(ready, [lambda _: job])
             ticket.close()
             return future
 

@@ -69,7 +69,7 @@ def run(comm: Communicator, request: Request, options: Options) -> torch.Tensor:
     running, result = begin(comm.calls, request, "w", options, keys, 7)
     sent = running.result(60).wire_bytes
     spec = request.spec("w", 0, comm.world_size)
-    prepared = prepare(comm.calls, [spec], options, request.operation).prepared
+    prepared = prepare(comm.calls, [spec], options, request.operation).prepared[0][0]
     # where lengths depend on data, the formula uses the codec's expected length
     assert sent == prepared.wire_bytes or prepared.program.packings
     return result

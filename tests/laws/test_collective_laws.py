@@ -134,9 +134,9 @@ class Rank:
         operation = AVERAGE if self.case["op"] == "avg" else SUM
         collective = prepare(self.comm.calls, specs, self.options, operation)
         outcome = collective.start(items).result(60)
-        self.counted.append((collective.prepared.wire_bytes, outcome.wire_bytes))
-        self.varies |= bool(collective.prepared.program.packings)
-        self.borrows |= bool(collective.prepared.borrowed)
+        self.counted.append((collective.prepared[0][0].wire_bytes, outcome.wire_bytes))
+        self.varies |= bool(collective.prepared[0][0].program.packings)
+        self.borrows |= bool(collective.prepared[0][0].borrowed)
 
 
 STEPS = 2  # the second in memory that the first has left

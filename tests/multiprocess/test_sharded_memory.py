@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sharded_model import ALL, backward, own_mesh, sharded
 
 import gradwire as gw
-from gradwire.collectives import Collective, Item
+from gradwire.collectives import Item, ScopeProgram
 from products import one_in
 from ranks import each, together
 
@@ -31,11 +31,11 @@ def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
             backward(model, step, spare=True)
         dist.barrier()
         assert alive(Item) == 0
-        assert alive(Collective) > 0
+        assert alive(ScopeProgram) > 0
         handle.detach()
         del handle
         dist.barrier()
-        assert alive(Collective) == 0
+        assert alive(ScopeProgram) == 0
 
 
 @pytest.mark.parametrize("weights", one_in(2, [ALL, None]))

@@ -71,11 +71,11 @@ def reduce_everything(
             found += tensors + residuals
         sent = [f.result().wire_bytes for f in futures]
         if layout(codec).data_dependent:
-            program = collective.prepared.program
+            program = collective.prepared[0][0].program
             most = sum(program.nbytes[b] for b in program.graph.sent())
             accounted &= all(0 < nbytes < most for nbytes in sent)
         else:
-            accounted &= sent == [collective.prepared.wire_bytes] * 2
+            accounted &= sent == [collective.prepared[0][0].wire_bytes] * 2
     comm.close()
     return [t.numpy().tobytes() for t in found], accounted
 

@@ -9,6 +9,7 @@ from gradwire.aggregators.error_feedback import ErrorFeedback
 from gradwire.aggregators.globaltopk import GlobalTopK
 from gradwire.aggregators.lwtopk import LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
+from gradwire.aggregators.program import AHEAD, drop_programs, program_of
 from gradwire.aggregators.protocol import (
     Aggregator,
     Averages,
@@ -17,11 +18,12 @@ from gradwire.aggregators.protocol import (
     StateSpec,
     Steps,
 )
-from gradwire.aggregators.rounds import Rounds, rehearsed
+from gradwire.aggregators.rounds import Rounds
 from gradwire.aggregators.thc import THC
 from gradwire.aggregators.topkc import TopKC
 
 __all__ = [
+    "AHEAD",
     "OWED",
     "THC",
     "ARTopK",
@@ -42,5 +44,6 @@ __all__ = [
     "StateSpec",
     "Steps",
     "TopKC",
-    "rehearsed",
+    "drop_programs",
+    "program_of",
 ]

@@ -94,8 +94,8 @@ class ARTopK(Aggregator):
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         return {_WAITED: StateSpec((1,))} if self.leader == "auto" else {}
 
-    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
-        return range(world_size if self.leader == "round_robin" else 1)
+    def variant(self, step: int, world_size: int) -> int:
+        return step % world_size if self.leader == "round_robin" else 0
 
     @property
     def encoders(self) -> tuple[Codec, ...]:

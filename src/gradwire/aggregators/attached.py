@@ -9,8 +9,7 @@ import torch
 
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec
-from gradwire.aggregators.resolve import ResolvedRequest, route_of
-from gradwire.collectives import Options, Request, check_legal
+from gradwire.collectives import Request
 from gradwire.lang import rng
 
 OWED = "owed"  # a former residual, to be added to the next gradient
@@ -41,7 +40,6 @@ class Attached:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     may_be_unused: bool = False
-    _resolved: dict[tuple[object, ...], ResolvedRequest] = field(default_factory=dict)
     _device: torch.device | None = None  # of its state
 
     def context(
@@ -101,8 +99,8 @@ class Attached:
         self.metrics = {}  # the old one's
         self.keep(kept)
 
-    def for_rehearsal(self, aggregator: Aggregator, step: int = 0) -> Attached:
-        """The same parameter with another aggregator and initial state, for a rehearsal."""
+    def at_first(self, aggregator: Aggregator, step: int) -> Attached:
+        """The same parameter with an aggregator whose state is initial, at a step."""
         return Attached(self.name, self.shape, aggregator, self.keys, self.rotation, step)
 
     def add_owed(self, *parts: torch.Tensor, weights: Sequence[float] = ()) -> None:
@@ -125,43 +123,3 @@ class Attached:
         """Set the state, loaded or carried over."""
         self.state = dict(states)
         self._device = None
-
-    def resolve(
-        self, request: Request, number: int, options: Options, world_size: int
-    ) -> ResolvedRequest:
-        """Resolve a request; a request that repeats every step is looked up in a cache.
-
-        Args:
-            number: its index among this parameter's requests of the round.
-            options: the handle's.
-
-        Raises:
-            ConfigError: a field of the request is invalid, or `check_legal` refuses it.
-        """
-        values = request.values
-        same = (
-            request.verb, request.op, request.root, request.algorithm, request.segments,
-            values.numel(), values.dtype, request.lengths, request.stride,
-            request.residual is None, number,
-        )  # fmt: skip
-        try:
-            known = self._resolved.get(same)
-        except TypeError:  # a field without a hash has a wrong type
-            request.check()
-            raise
-        if (
-            known is None
-            or known.given is not options
-            or (known.codec is not request.codec and known.codec != request.codec)
-        ):
-            request.check()
-            route = route_of(request.operation, options, request.algorithm, request.segments)
-            name, keys = f"{self.name} ({number + 1})" if number else self.name, self.keys
-            spec = request.spec(name, self.rotation, world_size)
-            check_legal(route.operation, spec, route.options, world_size)
-            if number:
-                more = number * rng.GOLDEN
-                keys = rng.Keys(rng.mix64(keys.own + more), rng.mix64(keys.shared + more))
-            known = ResolvedRequest(request.codec, options, route, spec, keys)
-            self._resolved[same] = known
-        return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,3 +105,27 @@ class Coroutine:
         return aggregator_error(
             self.aggregator, name or self.contexts[0].name, number, f"it {what}"
         )
+
+
+class Asking(NamedTuple):
+    """A request, and who asks for it."""
+
+    coroutine: Coroutine
+    context: Context
+    request: Request
+
+
+def ask(active: Sequence[Coroutine], number: int) -> tuple[list[Coroutine], list[Asking]]:
+    """Resume coroutines: (those that have not ended, their requests for round `number`).
+
+    Raises:
+        ConfigError: an aggregator breaks the contract.
+        Exception: an aggregator's own.
+    """
+    going, found = [], []
+    for coroutine in active:
+        if coroutine.resume(number):
+            going.append(coroutine)
+        for request in coroutine.requests:
+            found.append(Asking(coroutine, coroutine.context_of(request, number), request))
+    return going, found

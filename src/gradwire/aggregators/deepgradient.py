@@ -131,15 +131,13 @@ class DeepGradientCompression(Encoded):
 
     def at(self, step: int) -> DeepGradientCompression:
         """The aggregator as it is in a step: without warm-up, at that step's density."""
-        stages, step = self.stages(), step % _STEPS
-        density = self.density
-        if stages and step < self.warmup:
-            density = stages[step * len(stages) // self.warmup]
+        density = [*self.stages(), self.density][self.variant(step, 1)]
         return dataclasses.replace(self, density=density, warmup=0)
 
-    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
-        count = len(self.stages())
-        return [-(-stage * self.warmup // count) for stage in range(count)] + [self.warmup]
+    def variant(self, step: int, world_size: int) -> int:
+        """The stage of the warm-up."""
+        stages, step = len(self.stages()), step % _STEPS
+        return step * stages // self.warmup if step < self.warmup else stages
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         idle = [unused(c) for c in contexts]

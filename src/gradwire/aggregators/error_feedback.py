@@ -61,8 +61,8 @@ class ErrorFeedback(Aggregator):
     def encoders(self) -> tuple[Codec, ...]:
         return self.inner.encoders
 
-    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
-        return self.inner.steps_to_rehearse(world_size)
+    def variant(self, step: int, world_size: int) -> int:
+        return self.inner.variant(step, world_size)
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         inner = self.inner.states(shape)

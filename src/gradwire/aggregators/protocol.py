@@ -140,7 +140,8 @@ class Aggregator:
       gradient, bit-identical on all ranks. It may be wider than the gradient: it is rounded, and
       error feedback keeps what that loses. This rank's contribution is assumed to equal the
       average, unless it returns `Averages`.
-    - The kind, number and sizes of collectives do not depend on values.
+    - The kind, number and sizes of collectives depend on parameters and on `variant` alone, never
+      on values: they are compiled once, from a run on zeros, and a step that asks for others fails.
     - State that persists across steps is in `Context.state` only. A non-finite gradient does not
       change it: GradScaler skips the step. Residuals that the kernels of a codec update (`residual`
       of a collective) stay finite but go on where values are finite; with fp16 gradients, which a
@@ -179,9 +180,9 @@ class Aggregator:
         """The aggregator as it is in a step, where options depend on the step."""
         return self
 
-    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
-        """Steps whose collectives have all layouts that occur; a new plan prepares them."""
-        return [0]
+    def variant(self, step: int, world_size: int) -> int:
+        """A number that tells steps apart whose collectives differ in kind, number or size."""
+        return 0
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """The state of a parameter of `shape`, by name."""

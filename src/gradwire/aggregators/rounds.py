@@ -13,21 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 
 import torch
 
 from gradwire.aggregators.attached import Attached
-from gradwire.aggregators.contract import aggregator_error
-from gradwire.aggregators.coroutine import Coroutine
+from gradwire.aggregators.coroutine import Asking, Coroutine, ask
+from gradwire.aggregators.program import check_asked, coroutines, items_of, program_of
 from gradwire.aggregators.protocol import Aggregator, Observation
-from gradwire.aggregators.resolve import Route
-from gradwire.collectives import Collective, Item, Options, Request, prepare, start_round
+from gradwire.collectives import Options, Request, ScopeProgram
 from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError
-from gradwire.partition import Spec
 
 Done = Callable[[BaseException | None, list[Outcome]], None]
 Observer = Callable[[Observation], None]
@@ -77,10 +73,10 @@ class Rounds:
         self.begun = time.perf_counter()
         self.outcomes: list[Outcome] = []
         self.active: list[Coroutine] = []
+        self.program: ScopeProgram | None = None
         self._lock = threading.Lock()
         self._before = before
         self._observed: list[Coroutine] = []
-        self._versions_known = False  # whether a collective has carried all ranks' plan versions
         self._left = 0  # collectives of the round that have not ended
         self._error: BaseException | None = None
 
@@ -94,6 +90,8 @@ class Rounds:
                 members = list(compress(members, serving))
                 reductions = list(compress(reductions, serving))
             if members:
+                of = members, reductions, self.options
+                self.program = program_of(self.owner, self.plan, *of)
                 self.active = coroutines(members, reductions, rank, world_size)
             if self.observe is not None:
                 self._observed = list(self.active)
@@ -109,29 +107,39 @@ class Rounds:
     def least(self) -> int | None:
         """The least plan version of all ranks, once all rounds have ended; None if no collective
         has carried every rank's version to every other rank."""
-        known = self._versions_known or self.owner.comm.world_size == 1
-        return self.ticket.version if known else None
+        told = self.program is not None and self.program.tells_all
+        return self.ticket.version if told or self.owner.comm.world_size == 1 else None
 
     def _advance(self, number: int) -> None:
         """Resume every coroutine; their requests form round `number`."""
+        if not self.active:
+            self._end(None)
+            return
+        program, comm = self.program, self.owner.comm
+        assert program is not None
         try:
-            self.active, parts = advance(self.owner, self.active, self.options, number)
-            for collective, items in parts:
-                collective.check(items)
+            asking = self._ask(number)
+            if asking or not self.active:
+                check_asked(program.rounds, number, asking, self.members)
+            if asking:
+                of = program.rounds[number], asking, number, comm.rank, comm.world_size
+                items = items_of(*of)
+                program.check(number, items)
         except BaseException as error:
             # Peers are in a round that this rank will not enter.
-            self.owner.comm.fail_owner(self.owner, error)
+            comm.fail_owner(self.owner, error)
             raise
-        if parts:
-            self._left = len(parts)
-            self._versions_known |= any(collective.tells_all for collective, _ in parts)
-            why = partial(_describe, [one.aggregator for one in self.active], self.plan)
-            for running in start_round(self.ticket, parts, why):
-                running.add_done_callback(partial(self._ended, number))
-        elif self.active:
-            self._advance(number)  # the coroutines yielded empty lists
-        else:
-            self._end(None)
+        if not asking:  # all have ended, or yielded empty lists
+            self._advance(number)
+            return
+        self._left = len(items)
+        why = partial(_describe, [one.aggregator for one in self.active], self.plan)
+        for running in program.start_round(self.ticket, number, items, why):
+            running.add_done_callback(partial(self._ended, number))
+
+    def _ask(self, number: int) -> list[Asking]:
+        self.active, asking = ask(self.active, number)
+        return asking
 
     def _ended(self, number: int, outcome: Future[Outcome]) -> None:
         """A collective of the round has ended; the last one ends the round."""
@@ -182,91 +190,3 @@ class Rounds:
 
 def _describe(aggregators: Sequence[Aggregator], plan: int) -> str:
     return f"requested by {', '.join(map(str, aggregators))}, plan {plan}"
-
-
-def coroutines(
-    members: Sequence[Attached], reductions: Sequence[Request], rank: int, world_size: int
-) -> list[Coroutine]:
-    """One coroutine per aggregator, in the order of the aggregators' first parameters."""
-    served: dict[int, list[int]] = {}  # id of an aggregator -> indices of its parameters
-    for index, member in enumerate(members):
-        served.setdefault(id(member.aggregator), []).append(index)
-    made, of = [], (reductions[0].values.device, rank, world_size)
-    for indices in served.values():
-        contexts = [members[i].context(reductions[i], *of) for i in indices]
-        made.append(Coroutine(members[indices[0]].aggregator, contexts))
-    return made
-
-
-Part = tuple[Collective, list[Item]]
-
-
-def advance(
-    owner: Owner, active: Sequence[Coroutine], options: Options, number: int
-) -> tuple[list[Coroutine], list[Part]]:
-    """Resume coroutines: (those that have not ended, the collectives of round `number`).
-
-    Raises:
-        ConfigError: an aggregator breaks the contract, or a request is not legal.
-        Exception: an aggregator's own.
-    """
-    rank, world_size = owner.comm.rank, owner.comm.world_size
-    asking = []
-    parts: dict[Route, _Part] = {}  # equal routes are one object
-    counts: dict[str, int] = {}  # requests of each parameter so far
-    # Each round draws different random numbers.
-    round_bits = number << 48
-    for coroutine in active:
-        if coroutine.resume(number):
-            asking.append(coroutine)
-        for request in coroutine.requests:
-            c = coroutine.context_of(request, number)
-            count = counts.get(c.name, 0)
-            counts[c.name] = count + 1
-            try:
-                resolved = c.member.resolve(request, count, options, world_size)
-                item = request.item(
-                    resolved.spec, resolved.keys, c.step | round_bits, rank, world_size
-                )
-            except ConfigError as error:
-                raise aggregator_error(coroutine.aggregator, c.name, number, str(error)) from None
-            coroutine.results.append(request.result(resolved.spec, item, rank, world_size))
-            part = parts.get(resolved.route)
-            if part is None:
-                part = parts[resolved.route] = _Part(resolved.route)
-            part.specs.append(resolved.spec)
-            part.items.append(item)
-    return asking, [part.prepared(owner) for part in parts.values()]
-
-
-@dataclass
-class _Part:
-    """The contents of one collective of a round."""
-
-    route: Route
-    specs: list[Spec] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
-
-    def prepared(self, owner: Owner) -> Part:
-        route, device = self.route, self.items[0].values.device
-        return prepare(owner, self.specs, route.options, route.operation, device), self.items
-
-
-def rehearsed(
-    owner: Owner, members: Sequence[Attached], reductions: Sequence[Request], options: Options
-) -> list[Collective]:
-    """Prepare the collectives that a scope's rounds will run: coroutines go through their rounds,
-    and nothing is sent.
-
-    Raises:
-        ConfigError, Exception: as `advance`.
-    """
-    found: list[Collective] = []
-    if owner.comm.world_size > 1:
-        active = coroutines(members, reductions, owner.comm.rank, owner.comm.world_size)
-        number = 0
-        while active:
-            active, parts = advance(owner, active, options, number)
-            found += [collective for collective, _ in parts]
-            number += 1
-    return found

@@ -1,6 +1,5 @@
 """Typed collectives on compressed tensors: choose an algorithm, build its graph, run it."""
 
-from gradwire.collectives.collective import Collective, prepare, retire, start_round
 from gradwire.collectives.functional import (
     all_gather,
     all_reduce,
@@ -13,6 +12,14 @@ from gradwire.collectives.job import Item
 from gradwire.collectives.legal import check_defined, check_feedback, check_legal
 from gradwire.collectives.operation import AVERAGE, SUM, Operation
 from gradwire.collectives.options import Options
+from gradwire.collectives.scope_program import (
+    Asked,
+    Part,
+    Round,
+    ScopeProgram,
+    prepare,
+    prepare_scope,
+)
 from gradwire.collectives.typed import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 
 __all__ = [
@@ -20,13 +27,16 @@ __all__ = [
     "SUM",
     "AllGather",
     "AllReduce",
+    "Asked",
     "Broadcast",
-    "Collective",
     "Item",
     "Operation",
     "Options",
+    "Part",
     "ReduceScatter",
     "Request",
+    "Round",
+    "ScopeProgram",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -35,8 +45,7 @@ __all__ = [
     "check_legal",
     "load_state_dict",
     "prepare",
+    "prepare_scope",
     "reduce_scatter",
-    "retire",
-    "start_round",
     "state_dict",
 ]

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import codecs
-from gradwire.collectives.collective import prepare
 from gradwire.collectives.operation import OPS
 from gradwire.collectives.options import Options
+from gradwire.collectives.scope_program import prepare
 from gradwire.collectives.typed import Request
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, check_keywords
@@ -125,15 +125,15 @@ def begin(
         keys, step: of its random numbers, where its codec draws any.
 
     Raises:
-        ConfigError: as `Collective`.
+        ConfigError: as `ScopeProgram.start`.
         TransportError: the group is broken.
     """
     rank, world_size = owner.comm.rank, owner.comm.world_size
     request.check()
     spec = request.spec(name, 0, world_size)
-    collective = prepare(owner, [spec], options, request.operation, request.values.device)
+    program = prepare(owner, [spec], options, request.operation, request.values.device)
     item = request.item(spec, keys, step, rank, world_size)
-    return collective.start([item]), request.result(spec, item, rank, world_size)
+    return program.start([item]), request.result(spec, item, rank, world_size)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:

@@ -146,7 +146,7 @@ class Job:
             yield first, last
 
     def tag(self, task: int) -> int:
-        return self.ticket.tag(self.collective.tags, self.graph.slot[task])
+        return self.ticket.tag(self.collective.tags, self.collective.slot[task])
 
     def compute(self, task: int) -> None:
         c = self.collective

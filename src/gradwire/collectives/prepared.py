@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradwire.collectives.compile import Capabilities, compile
 from gradwire.collectives.memory import is_staged
-from gradwire.collectives.operation import Operation
-from gradwire.collectives.options import Options
 from gradwire.engine import Communicator, Kind
 from gradwire.engine.message import Envelope, Headers
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, KernelCall, Series, kernels, layout
 from gradwire.lang.kernels import Kernels
-from gradwire.partition import Spec
+
+if TYPE_CHECKING:
+    from gradwire.collectives.scope_program import Part
 
 log = logging.getLogger("gradwire")
 
@@ -30,7 +31,7 @@ class Prepared:
 
     Args:
         comm: of the process group.
-        operation, specs, options, device: as for `Collective`.
+        part: what it runs.
         plan: digest of what ranks compare; message headers carry it.
 
     Raises:
@@ -43,25 +44,17 @@ class Prepared:
         arena_bytes: memory of one run: its messages, and the kernels' workspace.
         borrowed: first buffer -> bytes, for messages that are read in the sender's memory.
         together: per task, the buffers that it writes, grouped by message.
-        tags: see `Ticket.tag`.
+        tags, slot: see `Ticket.tag`; slots by task.
     """
 
     tags = 0
 
-    def __init__(
-        self,
-        comm: Communicator,
-        operation: Operation,
-        specs: tuple[Spec, ...],
-        options: Options,
-        device: torch.device,
-        plan: int,
-    ) -> None:
+    def __init__(self, comm: Communicator, part: Part, plan: int) -> None:
         self.comm = comm
-        self.operation = operation
-        self.device = device
-        self.specs = specs
         self.plan = plan
+        self.operation, self.specs = part.operation, part.specs
+        options, device = part.options, part.device
+        self.device = device
         fifo = comm.stream(device) is not None
         capabilities = Capabilities(
             fifo=fifo,
@@ -69,8 +62,11 @@ class Prepared:
             staged=is_staged(device),
             lenders=frozenset() if fifo else comm.transport.lenders,
         )
-        self.program = program = compile(operation, specs, comm.topology, capabilities, options)
+        self.program = program = compile(
+            part.operation, part.specs, comm.topology, capabilities, options
+        )
         self.graph = program.graph
+        self.slot = list(self.graph.slot)
         self.wire_bytes = program.wire_bytes
         received = [
             writes

@@ -11,7 +11,7 @@ combinations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -77,6 +77,23 @@ class Request:
             raise ConfigError(
                 f"lengths={lengths!r:.60}: give a tuple of each rank's number of values"
             )
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """All that decides how it runs: of a scope's request equal in every step."""
+        values = self.values
+        return (
+            self.verb, self.op, self.root, self.algorithm, self.segments, self.codec,
+            values.numel(), values.dtype, self.lengths, self.stride, self.residual is None,
+        )  # fmt: skip
+
+    def on_zeros(self) -> Request:
+        """Of a reduction, the same one of zeros, in memory of their own."""
+        given = {"values": self.values, "residual": self.residual, "home": self.home}
+        zeros: dict[str, Any] = {
+            name: torch.zeros_like(t) for name, t in given.items() if t is not None
+        }
+        return replace(self, **zeros)
 
     @property
     def operation(self) -> Operation:

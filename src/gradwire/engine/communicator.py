@@ -260,6 +260,7 @@ class Communicator:
             self._drop_closed()
         with owner.preparing:
             owner.kept.clear()
+            owner.scopes.clear()
         self.watchdog.closed(owner)
 
     def _drop_closed(self) -> None:
@@ -356,6 +357,7 @@ class Communicator:
         self.pools.close()
         for owner in self.all_owners():
             owner.kept.clear()
+            owner.scopes.clear()
         if self._transport is not None:
             with suppress(TransportError):
                 self._transport.close()

@@ -62,7 +62,7 @@ class Envelope:
     """What both ends know about a message before it is sent.
 
     Attributes:
-        plan: 64 bits: the digest of what ranks compare (`Collective.issue`).
+        plan: 64 bits: the digest of what ranks compare (`ScopeProgram.digest`).
         sequence: number of the ticket and round; the low 32 bits travel.
         segment, chunk: the payload's part of the plan.
         call: 32 bits: the digest of this call's arguments that must be equal on every rank.

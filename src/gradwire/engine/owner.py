@@ -10,12 +10,12 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from gradwire.control import Ranks
 from gradwire.engine.core import Actions, Core, Place
@@ -68,11 +68,13 @@ class Owner:
         key: its name, the same on all ranks.
         error: what broke it, or None.
         closed: whether it issues no further ticket.
-        kept: LRU cache of prepared collectives, least recently used first.
-        retired: names of layouts that were evicted from `kept`: their tag ranges are free.
+        kept: LRU cache of prepared single collectives, least recently used first.
+        programs: of its scopes, by what they run, while anyone holds them.
+        scopes: plan version -> the programs of its scopes.
+        retired: names of programs that nobody holds any more: their tag ranges are free.
         agreed: place -> (digest that ranks agree on or are comparing, the agreement).
         made: how many agreements were begun.
-        preparing: lock of `kept`, `agreed` and `made`.
+        preparing: lock of `kept`, `programs`, `agreed` and `made`.
         lanes: lanes of returned tickets, for reuse.
         issued_by: the thread that issued the latest ticket, or opened it; None: several threads
             issue single collectives, and none of them is known to issue the next.
@@ -101,6 +103,8 @@ class Owner:
         self.interrupted: BaseException | None = None
         self.closed = False
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
+        self.programs: WeakValueDictionary[Hashable, object] = WeakValueDictionary()
+        self.scopes: dict[int, dict[Hashable, Any]] = {}
         self.retired: set[str] = set()
         self.agreed: dict[int, tuple[int, Future[int]]] = {}
         self.made = 0
@@ -256,27 +260,31 @@ class Ticket(Place):
             self.issue, self.since, self.is_prepared = issue, time.monotonic(), False
         self.owner.comm.watchdog.compare(self, issue)
 
-    def begin(self, ready: Future[T], make: Callable[[T], Work]) -> Future[Outcome]:
-        """Start a collective of this round as soon as `ready` succeeds.
+    def begin(
+        self, ready: Future[T], makes: Sequence[Callable[[T], Work]]
+    ) -> list[Future[Outcome]]:
+        """Start the collectives of this round, in order, as soon as `ready` succeeds.
 
         Args:
-            ready: the preparation; `make` gets its result, on this thread if it is there already.
+            ready: the preparation; `makes` get its result, on this thread if it is there already.
 
         Returns:
-            A future that ends with the collective, or with the error that prevented it.
+            Futures that end with each collective, or with the error that prevented it.
         """
-        comm = self.owner.comm
-        flight = self._expect(Future())
+        in_flight = self.owner.comm.in_flight
+        flights = [self._expect(Future()) for _ in makes]
+        futures = [flight.future for flight in flights]
         # A future keeps its callbacks after it has called them, and `ready` is kept from round to
         # round: it must not keep what this round moves.
-        held = [partial(comm.in_flight.launch, flight, make=make)]
+        held = [*zip(flights, makes, strict=True)]
 
         def launch(ended: Future[T]) -> None:
-            held.pop()(ended)
+            while held:
+                flight, make = held.pop(0)
+                in_flight.launch(flight, ended, make)
 
-        future = flight.future
         ready.add_done_callback(launch)
-        return future
+        return futures
 
     def begin_in_order(
         self, stream: StreamDriver, make: Callable[[], StreamWork]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.aggregators import Attached, Observation
-from gradwire.collectives import Collective, Options
+from gradwire.collectives import Options, ScopeProgram
 from gradwire.engine import Communicator, GroupInfo
 from gradwire.errors import ConfigError
 from gradwire.handles.arguments import Decides
@@ -71,7 +71,7 @@ class Alone(Reductions):
         check_coalesce_bytes(held)
         return replace(plan, coalesce_bytes=held)
 
-    def rehearse(self, plan: Plan) -> Sequence[Collective]:
+    def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:
         return ()
 
     def learn(self, smallest: int, steps: int) -> int:

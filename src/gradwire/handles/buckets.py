@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Attached, Observation, Rounds
-from gradwire.collectives import AllReduce, Collective
+from gradwire.collectives import AllReduce, ScopeProgram
 from gradwire.collectives.calling import future_on
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
@@ -319,10 +319,24 @@ class Buckets(Reductions):
         check_coalesce_bytes(held)
         return replace(plan, coalesce_bytes=held)
 
-    def rehearse(self, plan: Plan) -> Sequence[Collective]:
+    def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:
         name = f"{self.owner.key}/plan {plan.version}"
         contents = alike(self.owner, name, lambda: self.known, self.switch.check)
-        return rehearse(self.owner, plan, contents, self.members)
+        aggregators = {p.name: p.aggregator for p in plan.parameters}
+        coalescing = Coalescing(plan.coalesce_bytes)
+        found: list[ScopeProgram] = []
+        for number, content in enumerate(contents):
+            split = Split.of([aggregators[member.name] for member in content.members])
+            is_last = number == len(contents) - 1
+            for shares in coalescing.add(split, content.nbytes, is_last):
+                places = [(contents[share.bucket], at) for share in shares for at in share.places]
+                zeros = [
+                    torch.zeros(of.lengths[at], dtype=of.dtype, device=of.device)
+                    for of, at in places
+                ]
+                members = [of.members[at] for of, at in places]
+                found += rehearse(self.owner, plan, members, [*map(AllReduce, zeros)])
+        return found
 
     def bucket_names(self) -> list[list[str]]:
         """Of the parameters of each bucket, in the order of sending."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from gradwire.aggregators import Attached
-from gradwire.collectives import AllReduce, Request, retire
+from gradwire.collectives import AllReduce, Request
 from gradwire.collectives.calling import begin
 from gradwire.engine import Outcome
 from gradwire.groups import communicator
@@ -131,7 +131,6 @@ class GatheredWeights:
         codecs = _codecs(plan)
         for gather in self._gathers:
             gather.use([codecs.get(name) for name in gather.names])
-        retire(self.owner)
 
     def rehearse(self, plan: Plan) -> None:
         """Compile the kernels that the plan needs."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from gradwire.aggregators import Attached, Observation
-from gradwire.collectives import AllReduce, Collective, Options, retire
+from gradwire.aggregators import Attached, Observation, drop_programs
+from gradwire.collectives import AllReduce, Options, ScopeProgram
 from gradwire.collectives.calling import begin, options_of
 from gradwire.decide.scripts import DecidingRank, Make, Runner
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
@@ -225,7 +225,7 @@ class Reductions:
         for planned in plan.parameters:
             self.members[planned.name].adopt(plan.levels.aggregator(planned))
         for owner in self.owners:
-            retire(owner)
+            drop_programs(owner, plan.version)
 
     def remade(self, plan: Plan, rules: Rules) -> Plan:
         """`plan` with other rules; raises ConfigError if there is none."""
@@ -250,8 +250,8 @@ class Reductions:
         """
         raise NotImplementedError
 
-    def rehearse(self, plan: Plan) -> Sequence[Collective]:
-        """Prepare the collectives of `plan`."""
+    def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:
+        """Prepare the programs of `plan`."""
         raise NotImplementedError
 
     # ---- what decides

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from gradwire.aggregators import Attached, Observation, Rounds, rehearsed
-from gradwire.collectives import AllReduce, Collective, Options, Request
+from gradwire.aggregators import Attached, Observation, Rounds
+from gradwire.collectives import AllReduce, Options, Request, ScopeProgram
 from gradwire.collectives.calling import begin
 from gradwire.decide.scripts import DecidingRank
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
@@ -29,7 +29,7 @@ from gradwire.handles.fsdp import collective_of, replace_collective, shard_of
 from gradwire.handles.gathered import NO_STATS, GatheredWeights
 from gradwire.handles.learning import learned, wanted
 from gradwire.handles.reductions import Reductions
-from gradwire.handles.rehearsal import alike
+from gradwire.handles.rehearsal import alike, rehearse
 from gradwire.handles.scatter import Replicas, Scatter
 from gradwire.handles.sections import weights_section
 from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_plan
@@ -361,7 +361,7 @@ class Scatters(Reductions):
             )
         return replace(plan, weights=WeightRules.of(given["weights"], plan.weights.keep))
 
-    def rehearse(self, plan: Plan) -> list[Collective]:
+    def rehearse(self, plan: Plan) -> list[ScopeProgram]:
         """Prepare them, from the scatters that all ranks last ran equally."""
         if self.weights is not None:
             self.weights.rehearse(plan)
@@ -369,16 +369,14 @@ class Scatters(Reductions):
         known = alike(
             self.owner, name, lambda: [s.last for s in self._scatters if s.last], self.switch.check
         )
-        aggregators = {p.name: plan.levels.aggregator(p) for p in plan.parameters}
-        prepared: list[Collective] = []
+        found: list[ScopeProgram] = []
         for last in known:
             last = replace(last, algorithm=plan.options.algorithm)
             numel, stride = (1 + self.groups.shards) * last.stride, last.stride
             zeros = torch.zeros(numel, dtype=last.dtype, device=last.device)
             requests = last.reductions(zeros[stride:], zeros[:stride], self.groups.shard)
-            members = [m.for_rehearsal(aggregators[m.name]) for m in last.members]
-            prepared += rehearsed(self.owner, members, requests, plan.options)
-        return prepared
+            found += rehearse(self.owner, plan, last.members, requests)
+        return found
 
     @property
     def place(self) -> DecidingRank:

@@ -3,8 +3,8 @@ pass.
 
 A *pass* is one synchronised backward pass. Versions count from 0; each `update` has the next.
 
-    prepare   on a background thread: ranks compare the plan, then compile its collectives and
-              agree on their layouts, version after version
+    prepare   on a background thread: ranks compare the plan, then compile the programs of its
+              scopes and agree on them, version after version
     offer     as a pass begins, each rank samples the newest version that it has prepared; messages
               carry it, and merges take the minimum (engine/message.py)
     adopt     at the end of a pass every rank knows the minimum over all ranks; this version is in
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
-from gradwire.collectives import Collective
+from gradwire.collectives import ScopeProgram
 from gradwire.decide.scripts import CLOSING_S, Detached
 from gradwire.engine import Owner, ranks_of
 from gradwire.engine.workers import Lane
@@ -95,7 +95,7 @@ class Switch:
         plan: the initial plan.
         owners: of the rounds that use it: one for each process group, so that what the first group
             says is told to the ranks of the second.
-        rehearse: prepares the collectives of a plan (handles/rehearsal.py).
+        rehearse: prepares the programs of a plan (handles/rehearsal.py).
 
     Attributes:
         plan: the plan in force.
@@ -106,7 +106,7 @@ class Switch:
         self,
         plan: Plan,
         owners: Sequence[Owner],
-        rehearse: Callable[[Plan], Sequence[Collective]],
+        rehearse: Callable[[Plan], Sequence[ScopeProgram]],
     ) -> None:
         self.plan = plan
         self.newest = plan
@@ -184,17 +184,17 @@ class Switch:
         name = f"plan {plan.version}"
         self._agree(name, plan.describe())
         # An error on one rank must reach all ranks before any of them continues.
-        collectives: Sequence[Collective] = ()
+        programs: Sequence[ScopeProgram] = ()
         verdict = "rehearsed"
         try:
-            collectives = self._rehearse(plan)
+            programs = self._rehearse(plan)
         except Exception as error:
             verdict = f"refused: {type(error).__name__}: {error}"
         self._agree(f"{name}, rehearsed", [verdict])
         if verdict != "rehearsed":
             raise ConfigError(f"{_WHAT}: {verdict}")
-        for collective in collectives:
-            collective.prepared.reserve()
+        for program in programs:
+            program.reserve()
 
     def _agree(self, name: str, said: list[str]) -> None:
         comms, keys = [o.comm for o in self._owners], [o.key for o in self._owners]

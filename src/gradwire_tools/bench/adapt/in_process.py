@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from gradwire.aggregators import Aggregator, Attached, Rounds
+from gradwire.aggregators.coroutine import Asking
 from gradwire.aggregators.error_feedback import RESIDUAL
-from gradwire.aggregators.resolve import ResolvedRequest
 from gradwire.collectives import AllReduce, Options, Request
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import TransportError
@@ -39,15 +39,20 @@ class Counted(Attached):
     packed_bits: int = 0
     input_bits: int = 0
 
-    def resolve(
-        self, request: Request, number: int, options: Options, world_size: int
-    ) -> ResolvedRequest:
+    def count(self, request: Request) -> None:
         packed, counted = bits_of(request.values, request.codec)
         if request.positions:
             counted = _INDEX_BITS * request.positions
         self.packed_bits += packed
         self.input_bits += counted
-        return super().resolve(request, number, options, world_size)
+
+
+class _CountedRounds(Rounds):
+    def _ask(self, number: int) -> list[Asking]:
+        asking = super()._ask(number)
+        for _, context, request in asking:
+            context.member.count(request)
+        return asking
 
 
 def bits_of(values: torch.Tensor, codec: Codec | None) -> tuple[int, int]:
@@ -133,7 +138,8 @@ class InProcessRanks:
                 ended.set_result(sum(outcome.wire_bytes for outcome in outcomes))
 
         reductions = [*map(AllReduce, flat)]
-        Rounds(self._owners[rank], self.members[rank], reductions, self._options, done).start()
+        of = self._owners[rank], self.members[rank], reductions, self._options, done
+        _CountedRounds(*of).start()
         if not wait([ended], 2 * _TIMEOUT_S).done:
             raise TransportError(f"rank {rank} did not end within {2 * _TIMEOUT_S:.0f} s")
         return flat, ended.result()
