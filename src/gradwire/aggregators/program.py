@@ -1,0 +1,209 @@
+"""Scope programs: what the aggregators of a scope ask for, found on zeros.
+
+The kind, number and sizes of an aggregator's collectives depend on its parameters and on
+`Aggregator.variant` alone. So its coroutine runs once on zeros, with initial state, where nothing
+is sent and each collective leaves its values as they are; what it asks for is compiled and agreed
+on, and every step must ask for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from gradwire.aggregators.attached import Attached
+from gradwire.aggregators.contract import aggregator_error
+from gradwire.aggregators.coroutine import Asking, Coroutine, ask
+from gradwire.collectives import (
+    Asked,
+    Item,
+    Operation,
+    Options,
+    Part,
+    Request,
+    Round,
+    ScopeProgram,
+    check_legal,
+    prepare_scope,
+)
+from gradwire.engine import Owner
+from gradwire.errors import ConfigError
+from gradwire.lang import rng
+
+_HELD = 3  # plans before that in force whose programs are held: a trial may go back to one
+AHEAD = 16  # steps whose variants a new plan prepares
+
+
+def coroutines(
+    members: Sequence[Attached], reductions: Sequence[Request], rank: int, world_size: int
+) -> list[Coroutine]:
+    """One coroutine per aggregator, in the order of the aggregators' first parameters."""
+    served: dict[int, list[int]] = {}  # id of an aggregator -> indices of its parameters
+    for index, member in enumerate(members):
+        served.setdefault(id(member.aggregator), []).append(index)
+    made, of = [], (reductions[0].values.device, rank, world_size)
+    for indices in served.values():
+        contexts = [members[i].context(reductions[i], *of) for i in indices]
+        made.append(Coroutine(members[indices[0]].aggregator, contexts))
+    return made
+
+
+def program_of(
+    owner: Owner,
+    plan: int,
+    members: Sequence[Attached],
+    reductions: Sequence[Request],
+    options: Options,
+) -> ScopeProgram:
+    """The program of a scope at the present step, made on first use; returns without waiting for
+    peers.
+
+    Args:
+        plan: the version of the plan that it belongs to.
+        members: its parameters.
+        reductions: of their gradients.
+        options: defaults for collectives.
+
+    Raises:
+        ConfigError: an aggregator breaks the contract, or a request is not legal.
+        Exception: an aggregator's own.
+    """
+    ranks = owner.comm.world_size
+    scopes = owner.scopes.setdefault(plan, {})
+    key = (
+        options,
+        *(
+            (m.name, id(m.aggregator), m.aggregator.variant(m.step, ranks), r.shape)
+            for m, r in zip(members, reductions, strict=True)
+        ),
+    )
+    if key not in scopes:
+        rounds = _rounds(owner, members, reductions, options)
+        # Aggregators are held, too: no other one has the same id meanwhile.
+        scopes[key] = prepare_scope(owner, rounds), [m.aggregator for m in members]
+    program: ScopeProgram = scopes[key][0]
+    return program
+
+
+def drop_programs(owner: Owner, plan: int) -> None:
+    """Drop what only plans long before this version, which comes into force, have used."""
+    for version in [v for v in list(owner.scopes) if v < plan - _HELD]:
+        del owner.scopes[version]
+
+
+def options_for(request: Request, given: Options) -> Options:
+    """A request's own options, else the handle's. Collectives other than all_reduce use sra by
+    default; in two levels, they use the handle's machines."""
+    operation, algorithm = request.operation, request.algorithm
+    if request.segments is not None:
+        given = replace(given, segments=request.segments)
+    if operation.verb == "all_reduce" and algorithm in (None, given.algorithm):
+        return given
+    if operation.op and algorithm == given.algorithm:
+        return replace(given, between=Options().between)
+    options = given.through(algorithm or "sra")
+    if algorithm == given.algorithm == "hierarchical" and operation.shards:
+        options = replace(options, nodes=given.nodes)
+    return options
+
+
+def _rounds(
+    owner: Owner, members: Sequence[Attached], reductions: Sequence[Request], options: Options
+) -> list[Round]:
+    """What a scope's aggregators ask for, on zeros."""
+    rank, world_size = owner.comm.rank, owner.comm.world_size
+    fresh = [m.at_first(m.aggregator, m.step) for m in members]
+    active = coroutines(fresh, [r.on_zeros() for r in reductions], rank, world_size)
+    found: list[Round] = []
+    while active:
+        number = len(found)
+        active, asking = ask(active, number)
+        if asking:
+            found.append(_round(asking, options, number, world_size))
+            items_of(found[-1], asking, number, rank, world_size)
+    return found
+
+
+def _round(asking: Sequence[Asking], given: Options, number: int, world_size: int) -> Round:
+    """The collectives of a round: one per operation and options, in the order of requests."""
+    routes: dict[tuple[Operation, Options], int] = {}
+    counts: dict[str, int] = {}  # requests of each parameter so far
+    found: list[Asked] = []
+    for coroutine, c, request in asking:
+        count = counts.get(c.name, 0)
+        counts[c.name] = count + 1
+        name, keys = f"{c.name} ({count + 1})" if count else c.name, c.keys
+        if count:
+            more = count * rng.GOLDEN
+            keys = rng.Keys(rng.mix64(keys.own + more), rng.mix64(keys.shared + more))
+        try:
+            request.check()
+            operation, options = request.operation, options_for(request, given)
+            spec = request.spec(name, c.member.rotation, world_size)
+            check_legal(operation, spec, options, world_size)
+        except ConfigError as error:
+            raise aggregator_error(coroutine.aggregator, c.name, number, str(error)) from None
+        part = routes.setdefault((operation, options), len(routes))
+        found.append(Asked(part, spec, keys))
+    device = asking[0].request.values.device
+    parts = tuple(
+        Part(operation, tuple(a.spec for a in found if a.part == part), options, device)
+        for (operation, options), part in routes.items()
+    )
+    return Round(parts, shapes_of(asking), tuple(found))
+
+
+def shapes_of(asking: Sequence[Asking]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    return tuple([(context.name, request.shape) for _, context, request in asking])
+
+
+def check_asked(
+    rounds: Sequence[Round], number: int, asking: Sequence[Asking], members: Sequence[Attached]
+) -> None:
+    """Raise ConfigError unless the requests of round `number` are those of the program."""
+    found = shapes_of(asking)
+    known = rounds[number].shapes if number < len(rounds) else ()
+    if found == known:
+        return
+    for _, _, request in asking:
+        request.check()
+    pairs = zip_longest(found, known)
+    now, then = next((now, then) for now, then in pairs if now != then)
+    name = (now or then or ("",))[0]
+    (aggregator,) = (m.aggregator for m in members if m.name == name)
+    raise aggregator_error(
+        aggregator, name, number,
+        f"it asks for {_in_words(now)}, but on zeros for {_in_words(then)}: the kind, number and "
+        "sizes of collectives depend on parameters and on `variant` alone",
+    )  # fmt: skip
+
+
+def _in_words(asked: tuple[str, tuple[Any, ...]] | None) -> str:
+    if asked is None:
+        return "nothing"
+    name, (verb, op, root, *how, codec, numel, dtype, lengths, stride, _) = asked
+    of = op if verb != "broadcast" else f"from rank {root}"
+    shards = f", lengths {lengths}, stride {stride}" if lengths or stride else ""
+    return f"{verb}({of}) of {numel} x {dtype} of {name} through {codec}{shards}, {how}"
+
+
+def items_of(
+    one: Round, asking: Sequence[Asking], number: int, rank: int, world_size: int
+) -> list[list[Item]]:
+    """The memory of a round's collectives; coroutines note the results to come.
+
+    Raises:
+        ConfigError: a request's memory does not suit it.
+    """
+    items: list[list[Item]] = [[] for _ in one.parts]
+    round_bits = number << 48  # each round draws different random numbers
+    for (coroutine, c, request), (part, spec, keys) in zip(asking, one.asked, strict=True):
+        try:
+            item = request.item(spec, keys, c.step | round_bits, rank, world_size)
+        except ConfigError as error:
+            raise aggregator_error(coroutine.aggregator, c.name, number, str(error)) from None
+        coroutine.results.append(request.result(spec, item, rank, world_size))
+        items[part].append(item)
+    return items
