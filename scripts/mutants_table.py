@@ -330,7 +330,7 @@ MUTANTS = (
     ),
     Mutant(
         "stats_without_headers", "bytes on the wire are not those that are told",
-        "gradwire/engine/thread_driver.py",
+        "gradwire/engine/runs.py",
         "run.wire_bytes += nbytes",
         "run.wire_bytes += nbytes - 48",
         ("tests/laws/test_collective_laws.py::test_every_law",),

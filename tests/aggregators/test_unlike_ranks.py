@@ -101,3 +101,38 @@ def test_errors_come_within_seconds() -> None:
     for how, at in product(HOWS, [0, 1]):
         for rank, (_, seconds) in enumerate(ends(how, at, 2)):
             assert (how, at, rank) == ("fewer", 0, 1) or seconds < 5, (how, at, rank)
+
+
+@dataclass(frozen=True)
+class ByValue(Aggregator):
+    """Sends what is not zero, which the contract forbids; or, every third step, one value less."""
+
+    varies: bool = False
+
+    def variant(self, step: int, world_size: int) -> int:
+        return int(self.varies and step % 3 == 2)
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        for c in contexts:
+            sent = c.gradient if self.varies else c.gradient[c.gradient.bool()]
+            yield AllReduce(sent[: len(sent) - self.variant(c.step, c.world_size)], of=c)
+        return [c.gradient for c in contexts]
+
+
+def test_what_is_asked_depends_on_the_variant_alone() -> None:
+    def body(comm: Communicator, varies: bool) -> list[BaseException | None]:
+        keys = rng.parameter_keys(0, "w", comm.rank)
+        member, owner = Attached("w", (9,), ByValue(varies), keys), comm.owner("a module")
+        found = []
+        for _ in range(7):
+            found.append(caught(lambda: started(owner, [member], [torch.ones(9)]).result(30)))
+        assert not varies or len(owner.scopes[0]) == 2
+        return found
+
+    assert as_threads(2, lambda comm: body(comm, True)) == [[None] * 7] * 2
+    for errors in as_threads(2, lambda comm: body(comm, False)):
+        assert (
+            "ByValue(varies=False), parameter w, round 0: it asks for all_reduce(avg) of 9 x"
+            in str(errors[0])
+        )
+        assert "but on zeros for all_reduce(avg) of 0 x" in str(errors[0])

@@ -15,7 +15,6 @@ from averaging import started
 from fifo import FifoHub
 from gradwire import QSGD, ConfigError, Options
 from gradwire.aggregators import Aggregator, Attached, Context, Steps
-from gradwire.aggregators.program import options_for
 from gradwire.codecs import DGC
 from gradwire.collectives import (
     SUM,
@@ -219,7 +218,7 @@ def test_requests_in_two_levels_use_the_handles_machines() -> None:
     machines = Options(algorithm="hierarchical", nodes=(0, 0, 1), inside="full", between="grid")
     values = torch.zeros(6)
     found = [
-        options_for(request, given)
+        request.options(given)
         for given in (machines, Options(coordinated=True))
         for request in (
             AllGather(values, algorithm="hierarchical"),

@@ -172,4 +172,4 @@ def test_a_cancelled_round_gives_its_place_back() -> None:
     core.expect(second)
     core.close(first)
     assert [a.do for a in core.begin(Run(second), Graph(()))] == []
-    assert [a.do for a in core.cancel(first)] == [Do.START]
+    assert [a.do for a in core.release(first)] == [Do.START]

@@ -193,10 +193,10 @@ def a_switch_does_not_stall(rank: int) -> None:
     update.wait(60)
     dist.barrier()
     made = handle._reductions.owner.made
-    trace = handle._reductions.owner.comm.in_flight.begin_trace()
+    trace = handle._reductions.owner.comm.runs.begin_trace()
     number = until_in_force(model, update, 4)
     step(model, number)
-    handle._reductions.owner.comm.in_flight.end_trace()
+    handle._reductions.owner.comm.runs.end_trace()
     assert [span.what for span in trace.spans].count("adopt: plan 1") == 1
     assert handle._reductions.owner.made == made, "a layout was agreed on after the switch"
 

@@ -42,6 +42,9 @@ class Chained(Aggregator):
 
     rounds: tuple[tuple[int, str, str], ...]
 
+    def variant(self, step: int, world_size: int) -> int:
+        return step % world_size  # broadcasts take turns
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         totals = [torch.zeros_like(c.gradient) for c in contexts]
         for numel, codec, way in self.rounds:

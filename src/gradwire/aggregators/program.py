@@ -9,7 +9,6 @@ on, and every step must ask for the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -93,22 +92,6 @@ def drop_programs(owner: Owner, plan: int) -> None:
         del owner.scopes[version]
 
 
-def options_for(request: Request, given: Options) -> Options:
-    """A request's own options, else the handle's. Collectives other than all_reduce use sra by
-    default; in two levels, they use the handle's machines."""
-    operation, algorithm = request.operation, request.algorithm
-    if request.segments is not None:
-        given = replace(given, segments=request.segments)
-    if operation.verb == "all_reduce" and algorithm in (None, given.algorithm):
-        return given
-    if operation.op and algorithm == given.algorithm:
-        return replace(given, between=Options().between)
-    options = given.through(algorithm or "sra")
-    if algorithm == given.algorithm == "hierarchical" and operation.shards:
-        options = replace(options, nodes=given.nodes)
-    return options
-
-
 def _rounds(
     owner: Owner, members: Sequence[Attached], reductions: Sequence[Request], options: Options
 ) -> list[Round]:
@@ -140,7 +123,7 @@ def _round(asking: Sequence[Asking], given: Options, number: int, world_size: in
             keys = rng.Keys(rng.mix64(keys.own + more), rng.mix64(keys.shared + more))
         try:
             request.check()
-            operation, options = request.operation, options_for(request, given)
+            operation, options = request.operation, request.options(given)
             spec = request.spec(name, c.member.rotation, world_size)
             check_legal(operation, spec, options, world_size)
         except ConfigError as error:

@@ -154,7 +154,7 @@ class Rounds:
         if self.owner.comm.stream(self.gradients[0].device) is not None:
             self._resume(number + 1)  # on the issuing thread, to keep the program's order
         else:
-            self.owner.comm.in_flight.resume(self._resume, number + 1)
+            self.owner.comm.runs.resume(self._resume, number + 1)
 
     def _resume(self, number: int) -> None:
         try:

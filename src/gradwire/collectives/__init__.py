@@ -12,9 +12,9 @@ from gradwire.collectives.job import Item
 from gradwire.collectives.legal import check_defined, check_feedback, check_legal
 from gradwire.collectives.operation import AVERAGE, SUM, Operation
 from gradwire.collectives.options import Options
+from gradwire.collectives.prepared import Part
 from gradwire.collectives.scope_program import (
     Asked,
-    Part,
     Round,
     ScopeProgram,
     prepare,

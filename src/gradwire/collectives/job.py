@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from gradwire.collectives.calls import Step
-from gradwire.collectives.loans import Loans
-from gradwire.collectives.memory import HostMemory, Memory, Slice, StagedMemory, is_staged
-from gradwire.collectives.operation import Operation
+from gradwire.collectives.memory import Memory, Slice, StagedMemory, is_staged
 from gradwire.engine import Communicator, Kind, Ticket
 from gradwire.engine.message import Envelope, check, seal, version_of
-from gradwire.engine.thread_driver import Outgoing
+from gradwire.engine.runs import Outgoing
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
 from gradwire.lang.rows import check_memory
@@ -51,8 +49,18 @@ class Item:
     home: torch.Tensor | None = None
 
 
+@dataclass
+class Lent:
+    """A message that is read in the sender's memory; `left`: how many of its buffers have readers
+    left."""
+
+    loan: Loan
+    message: torch.Tensor
+    left: int
+
+
 class Job:
-    """A gradwire.engine.thread_driver.Work."""
+    """A gradwire.engine.runs.Work."""
 
     def __init__(self, collective: Prepared, items: Sequence[Item], ticket: Ticket) -> None:
         self.ticket = ticket
@@ -60,8 +68,8 @@ class Job:
         self.graph = collective.graph
         self.items = items  # keeps memory alive until the kernels have ended
         self.borrowed: Mapping[int, int] = collective.borrowed
-        program = collective.program
-        self.loans = Loans(self.graph, program.nbytes, program.readers)
+        self.lent: dict[int, tuple[Lent, torch.Tensor]] = {}  # buffer -> its message, and itself
+        self.readers: list[int] | None = None  # left, per buffer, once a message is borrowed
         self.kernel_seconds = 0.0
         self.kernel_calls = 0
         on_gpu = collective.device.type == "cuda"
@@ -103,7 +111,7 @@ class Job:
             nbytes, messages = c.arena_bytes, c.program.arena_bytes
             self.held = StagedMemory(c.comm, c.device, nbytes, messages, self.ready)
         else:
-            self.held = HostMemory(c.comm, c.arena_bytes)
+            self.held = Memory(c.pool, c.arena_bytes)
         self._fill()
 
     def _fill(self) -> None:
@@ -114,20 +122,40 @@ class Job:
         self.series = self.collective.series.bind(self.rows, workspace, self.factor)
 
     def memory(self, *buffers: int) -> torch.Tensor:
-        if buffers[0] in self.loans:
-            return self.loans.memory(buffers)
+        if self.lent and buffers[0] in self.lent:
+            lent, only = self.lent[buffers[0]]
+            return only if len(buffers) == 1 else lent.message
         first, last = self._slice(buffers[0])[0], self._slice(buffers[-1])[1]
         return self.held.messages[first:last]
 
     def outgoing(self, task: int) -> Outgoing:
-        message = self.memory(*self.graph.message(task))
+        message = self.memory(*self.collective.message[task])
         return Outgoing(message, message.numel())
 
     def incoming(self, task: int) -> torch.Tensor:
-        return self.memory(*self.graph.message(task))
+        return self.memory(*self.collective.message[task])
 
     def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
-        self.loans.lend(buffer, loan, message)
+        program, graph = self.collective.program, self.graph
+        if self.readers is None:
+            self.readers = list(program.readers)
+        buffers = graph.writes[graph.writer[buffer]]
+        lent, at = Lent(loan, message, len(buffers)), 0
+        for each in buffers:
+            self.lent[each] = lent, message[at : at + program.nbytes[each]]
+            at += program.nbytes[each]
+
+    def _give_back(self, buffers: Sequence[int]) -> None:
+        """A task has read these buffers: give back borrowed messages without further readers."""
+        assert self.readers is not None
+        for buffer in buffers:
+            if buffer in self.lent:
+                self.readers[buffer] -= 1
+                if not self.readers[buffer]:
+                    lent, _ = self.lent.pop(buffer)
+                    lent.left -= 1
+                    if not lent.left:
+                        lent.loan.give_back()
 
     def _slice(self, buffer: int) -> Slice:
         program = self.collective.program
@@ -162,7 +190,8 @@ class Job:
                     mark.check()  # a GPU reports bad payloads after the kernel
         for buffers in c.together[task]:
             self._seal(buffers)
-        self.loans.read(reads)
+        if self.lent:
+            self._give_back(reads)
         self.kernel_seconds += time.perf_counter() - begun
 
     def _seal(self, buffers: tuple[int, ...]) -> None:
@@ -187,7 +216,7 @@ class Job:
             return None
         calls = self.collective.program.calls
         begin = self._address(reads[0]) if reads else 0
-        if calls.of[task] and reads and reads[0] in self.loans:
+        if calls.of[task] and reads and reads[0] in self.lent:
             # borrowed buffers have the same relative offsets as here; a decode reads one message
             column = "source" if kind is Kind.MERGE else "payload"
             first, last = calls.first[calls.of[task][0]], calls.last[calls.of[task][-1]]
@@ -195,18 +224,18 @@ class Job:
             self.rows[column][first:last] += np.uint64((begin - here) % (1 << 64))
         if kind is Kind.DECODE:
             return None
-        of_peers = reads[:: max(self.graph.width(task), 1)]
+        of_peers = self.collective.of_peers[task]
         distances = [self._address(buffer) - begin for buffer in of_peers]
         return np.array([*distances, *(calls.summed[task] if calls.summed else ())], dtype="i8")
 
     def _address(self, buffer: int) -> int:
         """The address at which kernels read a message."""
-        if buffer in self.loans:
-            return self.loans.memory((buffer,)).data_ptr()
+        if buffer in self.lent:
+            return self.lent[buffer][1].data_ptr()
         return self.held.arena.data_ptr() + self.collective.program.offset[buffer]
 
     def received(self, task: int) -> None:
-        buffers = self.graph.message(task)
+        buffers = self.collective.message[task]
         if len(buffers) > 1:
             headers = self.collective.headers(buffers, self._envelope)
             array = self.memory(*buffers).numpy()
@@ -230,12 +259,9 @@ class Job:
         del self.held, self.rows, self.series  # a reference to the job must not keep its memory
 
 
-def check_item(
-    operation: Operation, spec: Spec, item: Item, comm: Communicator, device: torch.device
-) -> None:
+def check_item(spec: Spec, item: Item, comm: Communicator, device: torch.device) -> None:
     """Raise ConfigError unless an item's memory matches its spec: kernels get bare addresses."""
-    numel = spec.extent(comm.world_size) if operation.shards else spec.numel
-    check_memory(spec.name, "values", item.values, numel, spec.dtype, device)
+    check_memory(spec.name, "values", item.values, spec.extent(comm.world_size), spec.dtype, device)
     if spec.feedback:
         check_memory(spec.name, "residual", item.residual, spec.numel, torch.float32, device)
     if item.home is not None:

@@ -9,61 +9,53 @@ host sends the message, so its thread waits for the copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from gradwire.engine import Communicator
+from gradwire.engine import Communicator, Pool
 
 Slice = tuple[int, int]  # byte range [first, last)
 
 
-class Memory(Protocol):
-    """One collective's memory, from its start to its end.
+class Memory:
+    """One collective's memory, from its start to its end: one arena, on the tensors' device.
+
+    In stream order it may be given back as soon as all work on it is queued: its next user's work
+    is queued on the same stream, after that.
+
+    Args:
+        pool: of arenas on the device.
+        nbytes: the arena's size, workspace included.
 
     Attributes:
         arena: uint8, the kernels' payloads and workspace.
-        messages: uint8, the transport's messages; it may be the arena itself.
+        messages: uint8, the transport's messages; here the arena itself.
     """
 
-    arena: torch.Tensor
-    messages: torch.Tensor
+    def __init__(self, pool: Pool, nbytes: int) -> None:
+        self._pool = pool
+        self.arena = self.messages = pool.take(nbytes)
 
     def kernels(
         self, reads: Iterable[Slice], writes: Iterable[Slice]
     ) -> AbstractContextManager[None]:
         """A context for calls of kernels that read and write these messages; on exit they have
         ended."""
-        ...
+        return nullcontext()
 
     def give(self) -> None:
         """Give the memory back."""
-        ...
-
-
-class HostMemory:
-    """On the CPU."""
-
-    def __init__(self, comm: Communicator, nbytes: int) -> None:
-        self._pool = comm.pools.of(torch.device("cpu"))
-        self.arena = self.messages = self._pool.take(nbytes)
-
-    @contextmanager
-    def kernels(self, reads: Iterable[Slice], writes: Iterable[Slice]) -> Iterator[None]:
-        yield
-
-    def give(self) -> None:
         self._pool.give(self.arena)
 
 
-class StagedMemory:
-    """On a GPU.
+class StagedMemory(Memory):
+    """On a GPU, whose messages lie in pinned memory.
 
     Args:
         comm: owns the pools.
-        device: of the kernels' arena.
-        nbytes: size of the arena, workspace included.
+        device: of the arena.
+        nbytes: the arena's size, workspace included.
         message_bytes: size of the messages, which come first.
         ready: event on the caller's stream after which values may be read; None: at once.
     """

@@ -8,25 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from gradwire.collectives.job import Job
-from gradwire.collectives.memory import HostMemory
-from gradwire.engine import Communicator
+from gradwire.collectives.memory import Memory
 from gradwire.engine.schedule import Wave
 from gradwire.engine.stream_driver import Checkable
-
-
-class OrderedMemory(HostMemory):
-    """An arena on the tensors' device, allocated on the side stream.
-
-    It may be given back as soon as all work on it is queued: its next user's work is queued on the
-    same stream, after that.
-    """
-
-    def __init__(self, comm: Communicator, device: torch.device, nbytes: int) -> None:
-        self._pool = comm.pools.of(device)
-        self.arena = self.messages = self._pool.take(nbytes)
 
 
 class OrderedJob(Job):
@@ -38,7 +23,7 @@ class OrderedJob(Job):
 
     def start(self) -> None:
         c = self.collective
-        self.held = OrderedMemory(c.comm, c.device, c.arena_bytes)
+        self.held = Memory(c.pool, c.arena_bytes)
         self._fill()
         stream = c.comm.pools.stream(c.device)
         if stream is not None and self.ready is not None:

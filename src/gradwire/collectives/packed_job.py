@@ -18,12 +18,12 @@ import torch
 from gradwire.collectives.job import Job
 from gradwire.engine import HEADER_BYTES
 from gradwire.engine.message import align, version_of
-from gradwire.engine.thread_driver import Outgoing
+from gradwire.engine.runs import Outgoing
 from gradwire.errors import CodecError
 
 
 class PackedJob(Job):
-    """A gradwire.engine.thread_driver.Work."""
+    """A gradwire.engine.runs.Work."""
 
     def start(self) -> None:
         super().start()
@@ -52,7 +52,7 @@ class PackedJob(Job):
             self.used[buffer] = packing.seal(self.memory(buffer), envelope, self.ticket.version)
 
     def outgoing(self, task: int) -> Outgoing:
-        buffers = self.graph.message(task)
+        buffers = self.collective.message[task]
         if self._fixed(buffers):
             return super().outgoing(task)
         if self.graph.peer[task] in self.reached:
@@ -69,7 +69,7 @@ class PackedJob(Job):
         return Outgoing(memory[:nbytes], nbytes)
 
     def received(self, task: int) -> None:
-        buffers, sender = self.graph.message(task), self.graph.peer[task]
+        buffers, sender = self.collective.message[task], self.graph.peer[task]
         if self._fixed(buffers):
             super().received(task)
             return

@@ -1,29 +1,71 @@
-"""A prepared collective: its program, and the kernels that run it."""
+"""A collective of a scope, and what is prepared of it: its program, and the kernels that run it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from gradwire.collectives.compile import Capabilities, compile
 from gradwire.collectives.memory import is_staged
+from gradwire.collectives.operation import Operation
+from gradwire.collectives.options import Options
 from gradwire.engine import Communicator, Kind
 from gradwire.engine.message import Envelope, Headers
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, KernelCall, Series, kernels, layout
+from gradwire.lang import Codec, KernelCall, Series, fingerprint, kernels, layout
 from gradwire.lang.kernels import Kernels
-
-if TYPE_CHECKING:
-    from gradwire.collectives.scope_program import Part
+from gradwire.partition import Spec
 
 log = logging.getLogger("gradwire")
 
 CPU = torch.device("cpu")
 _MILLION = 10**6
 _announced: set[Codec] = set()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One collective of a round.
+
+    Attributes:
+        operation: verb, operator and root.
+        specs: the tensors, the same on every rank.
+        options: how to run it.
+        device: of the tensors: the CPU, or a GPU, whose messages travel over NCCL, or through
+            pinned memory where the group has no NCCL.
+    """
+
+    operation: Operation
+    specs: tuple[Spec, ...]
+    options: Options
+    device: torch.device
+
+    def lines(self) -> list[str]:
+        """Its description, equal on all ranks."""
+        used = dict.fromkeys((spec.codec, spec.dtype) for spec in self.specs)
+        # A codec's name does not identify its code: a rank may have an older version of the file.
+        programs = [f"{codec}: program {fingerprint(codec, dtype)}" for codec, dtype in used]
+        what = [str(self.operation), f"on {self.device.type}", str(self.options)]
+        return [*what, *map(str, self.specs), *programs]
+
+    def __str__(self) -> str:
+        values = sum(spec.numel for spec in self.specs)
+        codecs = ", ".join(dict.fromkeys(str(spec.codec) for spec in self.specs))
+        dtypes = dict.fromkeys(str(spec.dtype).removeprefix("torch.") for spec in self.specs)
+        alone = len(self.specs) == 1
+        what = f"{self.specs[0].name} of" if alone else f"{len(self.specs)} tensors of"
+        return f"{self.operation} ({what} {values} x {', '.join(dtypes)} through {codecs})"
+
+    def tells_all(self, ranks: int) -> bool:
+        """Whether its messages carry data from every rank to every other: all but broadcasts do,
+        and reduce-scatters of which a rank gets nothing."""
+        if self.operation.verb == "reduce_scatter":
+            shards = [[length for _, length, _ in spec.shards(ranks)] for spec in self.specs]
+            return all(map(any, zip(*shards, strict=True)))
+        return self.operation.verb != "broadcast" and any(spec.numel for spec in self.specs)
 
 
 class Prepared:
@@ -41,9 +83,12 @@ class Prepared:
     Attributes:
         program: this rank's program.
         wire_bytes: bytes that this rank sends per run, see `Program`.
+        pool: of the arenas of its runs.
         arena_bytes: memory of one run: its messages, and the kernels' workspace.
         borrowed: first buffer -> bytes, for messages that are read in the sender's memory.
         together: per task, the buffers that it writes, grouped by message.
+        message: per task, the buffers of its message.
+        of_peers: per task, what it reads of each peer, the first buffer.
         tags, slot: see `Ticket.tag`; slots by task.
     """
 
@@ -81,7 +126,10 @@ class Prepared:
         if fifo:
             announce(codec for codec, _ in program.kinds)
         self._headers: dict[tuple[int, ...], Headers] = {}
-        self.together = [self.graph.together(task) for task in range(len(self.graph))]
+        tasks = range(len(self.graph))
+        self.together = [self.graph.together(task) for task in tasks]
+        self.message = [self.graph.message(task) for task in tasks]
+        self.of_peers = [self.graph.reads[t][:: max(self.graph.width(t), 1)] for t in tasks]
         forms = program.calls.forms(len(program.kinds))
         self.kernels = [
             _kernels(codec, dtype, options.target, device, wanted)
@@ -93,6 +141,7 @@ class Prepared:
         numels = program.calls.rows["numel"]
         self.series = Series(self._calls(), numels, self.threads, together=options.batched)
         self.arena_bytes = program.arena_bytes + self.series.workspace_nbytes
+        self.pool = comm.pools.of(device)
 
     def _calls(self) -> list[KernelCall]:
         """The program's calls, in order."""
@@ -125,10 +174,9 @@ class Prepared:
 
     def reserve(self) -> None:
         """Allocate the memory of one run in advance."""
-        pool = self.comm.pools.of(self.device)
-        arena = pool.take(self.arena_bytes)
+        arena = self.pool.take(self.arena_bytes)
         arena.zero_()  # touches its pages
-        pool.give(arena)
+        self.pool.give(arena)
 
 
 def announce(codecs: Iterable[Codec]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -24,60 +24,17 @@ from gradwire.collectives.operation import AVERAGE, Operation
 from gradwire.collectives.options import Options
 from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.collectives.packed_job import PackedJob
-from gradwire.collectives.prepared import CPU, Prepared
+from gradwire.collectives.prepared import CPU, Part, Prepared
 from gradwire.control import digest
 from gradwire.engine import Issue, Outcome, Owner, Ticket
-from gradwire.engine.identity import LAYOUTS
 from gradwire.errors import ConfigError, GradwireError
-from gradwire.lang import fingerprint, rng
+from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.waiting import result_of
 
 T = TypeVar("T")
 
 _KEPT = 512  # single collectives of an owner: more than the layers of any model
-
-
-@dataclass(frozen=True)
-class Part:
-    """One collective of a round.
-
-    Attributes:
-        operation: verb, operator and root.
-        specs: the tensors, the same on every rank.
-        options: how to run it.
-        device: of the tensors: the CPU, or a GPU, whose messages travel over NCCL, or through
-            pinned memory where the group has no NCCL.
-    """
-
-    operation: Operation
-    specs: tuple[Spec, ...]
-    options: Options
-    device: torch.device
-
-    def lines(self) -> list[str]:
-        """Its description, equal on all ranks."""
-        used = dict.fromkeys((spec.codec, spec.dtype) for spec in self.specs)
-        # A codec's name does not identify its code: a rank may have an older version of the file.
-        programs = [f"{codec}: program {fingerprint(codec, dtype)}" for codec, dtype in used]
-        what = [str(self.operation), f"on {self.device.type}", str(self.options)]
-        return [*what, *map(str, self.specs), *programs]
-
-    def __str__(self) -> str:
-        values = sum(spec.numel for spec in self.specs)
-        codecs = ", ".join(dict.fromkeys(str(spec.codec) for spec in self.specs))
-        dtypes = dict.fromkeys(str(spec.dtype).removeprefix("torch.") for spec in self.specs)
-        alone = len(self.specs) == 1
-        what = f"{self.specs[0].name} of" if alone else f"{len(self.specs)} tensors of"
-        return f"{self.operation} ({what} {values} x {', '.join(dtypes)} through {codecs})"
-
-    def tells_all(self, ranks: int) -> bool:
-        """Whether its messages carry data from every rank to every other: all but broadcasts do,
-        and reduce-scatters of which a rank gets nothing."""
-        if self.operation.verb == "reduce_scatter":
-            shards = [[length for _, length, _ in spec.shards(ranks)] for spec in self.specs]
-            return all(map(any, zip(*shards, strict=True)))
-        return self.operation.verb != "broadcast" and any(spec.numel for spec in self.specs)
 
 
 class Asked(NamedTuple):
@@ -229,7 +186,7 @@ class ScopeProgram:
         """Raise ConfigError unless the memory of `items`, by part, matches the specs."""
         for part, of_part in zip(self.rounds[number].parts, items, strict=True):
             for spec, item in zip(part.specs, of_part, strict=True):
-                check_item(part.operation, spec, item, self.comm, part.device)
+                check_item(spec, item, self.comm, part.device)
 
     def start_round(
         self,
@@ -293,14 +250,12 @@ def prepare(
     part = Part(operation, tuple(specs), options or Options(), device)
     with owner.preparing:
         known = owner.kept.get(part)
-        if isinstance(known, ScopeProgram) and _is_agreed(owner, known):
+        if isinstance(known, ScopeProgram) and owner.agrees(known.digest):
             owner.kept.move_to_end(part)
             return known
-        made = owner.kept[part] = ScopeProgram(owner, [Round((part,))])
+        made = owner.kept[part] = _begun(owner, [Round((part,))])
         if len(owner.kept) > _KEPT:
             owner.kept.popitem(last=False)
-        agreement, name = _agreement(owner, made)
-    owner.comm.workers.run(partial(made.prepare, agreement, name))
     return made
 
 
@@ -316,40 +271,15 @@ def prepare_scope(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
         known = owner.programs.get(key)
         if isinstance(known, ScopeProgram):
             return known
-        made = owner.programs[key] = ScopeProgram(owner, key)
-        agreement, name = _agreement(owner, made)
-    owner.comm.workers.run(partial(made.prepare, agreement, name))
+        made = owner.programs[key] = _begun(owner, key)
     return made
 
 
-def _agreement(owner: Owner, made: ScopeProgram) -> tuple[Future[int], str | None]:
-    """(the agreement on a program, its name if it has yet to begin).
-
-    Agreements are cached by digest, not by key, since ranks may differ in options that are local.
-    The calls of a stream have one order: their agreements are numbered, so that calls that differ
-    are compared, and a layout replaces one with the same tags. Programs of a handle come in any
-    order: there, the digest names the agreement.
-    """
-    number = made.digest
-    place = number % LAYOUTS if owner.single else number
-    if _is_agreed(owner, made):
-        return owner.agreed[place][1], None
-    name = f"{owner.key}/{owner.made if owner.single else f'{number:x}'}"
-    owner.made += 1
-    agreement: Future[int] = Future()
-    owner.agreed[place] = number, agreement
-    return agreement, name
-
-
-def _is_agreed(owner: Owner, made: ScopeProgram) -> bool:
-    """Whether the ranks have agreed on this program, or are comparing it."""
-    number = made.digest
-    held, agreement = owner.agreed.get(number % LAYOUTS if owner.single else number, (None, None))
-    if held != number or agreement is None:
-        return False
-    failed = agreement.done() and agreement.exception() is not None
-    # A handle's program comes from its plan: a rejected one would be rejected again.
-    return not (failed and owner.single)
+def _begun(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
+    """A program whose preparation has begun; the owner's lock is held."""
+    made = ScopeProgram(owner, rounds)
+    owner.comm.workers.run(partial(made.prepare, *owner.agreement(made.digest)))
+    return made
 
 
 def _copy(source: Future[T], target: Future[T]) -> None:

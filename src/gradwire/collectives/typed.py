@@ -21,6 +21,7 @@ import torch
 from gradwire.collectives.job import Item
 from gradwire.collectives.legal import uncompressed
 from gradwire.collectives.operation import OPS, Operation
+from gradwire.collectives.options import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, rng
 from gradwire.lang.codec import check_codec
@@ -98,6 +99,21 @@ class Request:
     @property
     def operation(self) -> Operation:
         return _operation(self.verb, self.op, self.root)
+
+    def options(self, given: Options) -> Options:
+        """Its own options, else the handle's. Collectives other than all_reduce use sra by default;
+        in two levels, they use the handle's machines."""
+        operation, algorithm = self.operation, self.algorithm
+        if self.segments is not None:
+            given = replace(given, segments=self.segments)
+        if operation.verb == "all_reduce" and algorithm in (None, given.algorithm):
+            return given
+        if operation.op and algorithm == given.algorithm:
+            return replace(given, between=Options().between)
+        options = given.through(algorithm or "sra")
+        if algorithm == given.algorithm == "hierarchical" and operation.shards:
+            options = replace(options, nodes=given.nodes)
+        return options
 
     def spec(self, name: str, rotation: int, world_size: int) -> Spec:
         """The tensor's spec, the same on all ranks."""

@@ -6,8 +6,8 @@ from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.engine.pool import Pool
 from gradwire.engine.process import Engine
+from gradwire.engine.runs import Outcome
 from gradwire.engine.several import ranks_of, run_with_peers
-from gradwire.engine.thread_driver import Outcome
 from gradwire.engine.trace import Span, Timeline
 
 __all__ = [

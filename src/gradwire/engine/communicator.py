@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from gradwire import control
 from gradwire.control import Member, Ranks
-from gradwire.engine.in_flight import InFlight
 from gradwire.engine.owner import Owner
 from gradwire.engine.pool import Pools
 from gradwire.engine.process import Engine
+from gradwire.engine.runs import Runs
 from gradwire.engine.stream_driver import StreamDriver
 from gradwire.engine.tag_ranges import TagRanges
 from gradwire.engine.topology import Topology, facts
@@ -75,7 +75,7 @@ class Communicator:
         counted: the number of user calls without a given step; each draws its own random numbers.
         handles: how many were attached so far; equal on all ranks.
         pools: the memory of scopes in flight.
-        in_flight: the collectives in flight.
+        runs: the collectives in flight.
         alive: polled; False once the process group is destroyed.
         stop_opening: called as this closes while the transport is being made; ends waits for that.
     """
@@ -106,7 +106,7 @@ class Communicator:
         self._opening = threading.RLock()
         self._is_opening = False
         self._topology: Topology | None = None
-        self.in_flight = InFlight(engine.workers, lambda: self.transport, self.fail)
+        self.runs = Runs(engine.workers, lambda: self.transport, self.fail)
         self.pools = Pools(lambda: self.transport.store)
         self.watchdog = Watchdog(self)
         self.owners: list[Owner] = []
@@ -289,7 +289,7 @@ class Communicator:
     @property
     def error(self) -> BaseException | None:
         """What broke this group, or None."""
-        return self.in_flight.error
+        return self.runs.error
 
     def check(self) -> None:
         """Raises what broke this group, if anything did."""
@@ -326,7 +326,7 @@ class Communicator:
     def end(self, error: BaseException) -> bool:
         """End all present and future rounds with `error`; False if an earlier error did."""
         error = in_global_ranks(error, self.ranks)
-        if not self.in_flight.end_all(error):
+        if not self.runs.end_all(error):
             return False
         if self.member is not None:
             self.member.end(error)
@@ -345,7 +345,7 @@ class Communicator:
 
     def end_owner(self, owner: Owner, error: BaseException) -> bool:
         """End all present and future rounds of `owner`; False if an earlier error did."""
-        return self.in_flight.end_all(in_global_ranks(error, self.ranks), owner)
+        return self.runs.end_all(in_global_ranks(error, self.ranks), owner)
 
     def close(self) -> None:
         """Close with the process group: rounds in flight end with a TransportError."""
@@ -368,7 +368,7 @@ class Communicator:
         """Wait for the last sends of rounds whose results are complete on this rank."""
         end = time.monotonic() + _LINGER_S
         owners = self.all_owners()
-        while time.monotonic() < end and not self.in_flight:
+        while time.monotonic() < end and not self.runs:
             if all(owner.returned == owner.core.issued for owner in owners):
                 return
             time.sleep(0.01)

@@ -7,8 +7,8 @@ its rounds one after the other; a *run* is one collective of a round in flight. 
 never waits for a younger ticket or for another owner. So the oldest ticket always completes, and
 then the next.
 
-Three drivers perform the actions: threads (engine/thread_driver.py), a stream
-(engine/stream_driver.py), and the simulator's clock (gradwire_tools.sim.rank).
+Threads (engine/runs.py) and the simulator's clock (gradwire_tools.sim.rank) perform the actions; a
+stream follows a schedule instead (engine/stream_driver.py).
 
 A ticket reserves no memory in advance: a round allocates when it begins, without waiting. The
 windows bound the memory in flight.
@@ -49,7 +49,7 @@ class Run:
     def begin(self, graph: Graph) -> None:
         self.graph = graph
         self._waits = list(graph.waits)
-        self._left = len(graph)
+        self._left = len(self._waits)
         self._sends = graph.kind.count(Kind.SEND)
 
 
@@ -121,12 +121,12 @@ class Core:
         return place
 
     def expect(self, place: Place) -> None:
-        """The ticket has another collective, which is begun once prepared, or cancelled."""
+        """The ticket has another collective, which is begun once prepared, or released."""
         assert not place.closed, "a closed ticket has no further collective"
         place.held += 1
 
-    def cancel(self, place: Place) -> Actions:
-        """An expected collective will not begin."""
+    def release(self, place: Place) -> Actions:
+        """An expected collective will not begin; or a stream has run it, by its schedule."""
         place.held -= 1
         return self._return()
 
@@ -146,7 +146,7 @@ class Core:
                 actions.append(Action(Do.POST, run, receives))
             if source is not None:
                 actions.append(self._release(run, source))
-        return actions if len(run.graph) else self._ended(run)
+        return actions if run._left else self._ended(run)
 
     def done(self, run: Run, task: int) -> Actions:
         """A kernel has run, or a message has arrived."""

@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 from gradwire.control import Ranks
 from gradwire.engine.core import Actions, Core, Place
 from gradwire.engine.cuda_streams import StreamFuture
-from gradwire.engine.identity import MOST_WINDOW, call_tag, scope_tag
-from gradwire.engine.thread_driver import Flight, Outcome, Work
+from gradwire.engine.identity import LAYOUTS, MOST_WINDOW, call_tag, scope_tag
+from gradwire.engine.runs import Flight, Outcome, Work
 from gradwire.engine.workers import TicketLanes
 from gradwire.errors import ConfigError, again
 
@@ -166,9 +166,34 @@ class Owner:
         their wait alone, until the group is found broken."""
         return Ranks([self.comm.member], self.key, self.check)
 
+    def agreement(self, digest: int) -> tuple[Future[int], str | None]:
+        """(the agreement of all ranks on what has this digest, its name if it has yet to begin);
+        `preparing` is held.
+
+        Agreements are cached by digest, not by what ranks prepare, since they may differ in options
+        that are local. Single collectives have one order: their agreements are numbered, so that
+        calls that differ are compared, and one replaces another with the same tags. What handles
+        prepare comes in any order: there, the digest names the agreement.
+        """
+        place, name = digest % LAYOUTS if self.single else digest, None
+        if not self.agrees(digest):
+            name = f"{self.key}/{self.made if self.single else f'{digest:x}'}"
+            self.made += 1
+            self.agreed[place] = digest, Future()
+        return self.agreed[place][1], name
+
+    def agrees(self, digest: int) -> bool:
+        """Whether the ranks have agreed on what has this digest, or are comparing it."""
+        held, agreement = self.agreed.get(digest % LAYOUTS if self.single else digest, (0, None))
+        if held != digest or agreement is None:
+            return False
+        failed = agreement.done() and agreement.exception() is not None
+        # What a handle prepares comes from its plan: if rejected, it would be rejected again.
+        return not (failed and self.single)
+
     def new_lanes(self) -> TicketLanes:
         """New lanes for a ticket."""
-        return TicketLanes(*(self.comm.in_flight.lane(name, self) for name in TicketLanes._fields))
+        return TicketLanes(*(self.comm.runs.lane(name, self) for name in TicketLanes._fields))
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that has a round in flight, or None."""
@@ -271,7 +296,7 @@ class Ticket(Place):
         Returns:
             Futures that end with each collective, or with the error that prevented it.
         """
-        in_flight = self.owner.comm.in_flight
+        runs = self.owner.comm.runs
         flights = [self._expect(Future()) for _ in makes]
         futures = [flight.future for flight in flights]
         # A future keeps its callbacks after it has called them, and `ready` is kept from round to
@@ -281,7 +306,7 @@ class Ticket(Place):
         def launch(ended: Future[T]) -> None:
             while held:
                 flight, make = held.pop(0)
-                in_flight.launch(flight, ended, make)
+                runs.launch(flight, ended, make)
 
         ready.add_done_callback(launch)
         return futures
@@ -292,14 +317,14 @@ class Ticket(Place):
         """Queue a collective of this round on a stream; on return the future has ended, or the
         group is about to break."""
         flight = self._expect(StreamFuture(stream.stream))
-        self.owner.comm.in_flight.queue(flight, stream, make)
+        self.owner.comm.runs.queue(flight, stream, make)
         return flight.future
 
     def _expect(self, future: Future[Outcome]) -> Flight:
         with self.owner.lock:
             self.owner.core.expect(self)
         flight = Flight(self, future)
-        self.owner.comm.in_flight.expect(flight)
+        self.owner.comm.runs.expect(flight)
         return flight
 
     def close(self) -> None:
@@ -312,5 +337,5 @@ class Ticket(Place):
             owner.forget()
             return actions
 
-        owner.comm.in_flight.tell(owner, close)
+        owner.comm.runs.tell(owner, close)
         owner.comm.watchdog.ended(self)

@@ -6,14 +6,10 @@ import os
 import threading
 import weakref
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gradwire.control import Channel
 from gradwire.engine.workers import Workers
-
-if TYPE_CHECKING:
-    from gradwire.engine.communicator import Communicator
-
 
 _END_S = 20.0  # that threads may still take at exit: an operation of torch cannot be interrupted
 
@@ -23,7 +19,7 @@ class Engine:
     waits for its threads: later, gloo's threads, and any inside torch, would abort the process.
 
     Attributes:
-        communicators: of the process groups in use.
+        communicators: of the process groups in use, which it closes.
         workers: threads for steps that may wait.
         channel: the control channel.
     """
@@ -34,7 +30,7 @@ class Engine:
     def __init__(self) -> None:
         self.workers = Workers()
         self.channel = Channel()
-        self.communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self.communicators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pid = os.getpid()
         # Unlike atexit's functions, a Finalize also runs in children of multiprocessing.
         Finalize(None, self._end, exitpriority=0)

@@ -1,9 +1,9 @@
 """The driver on a stream: runs rounds one after the other, as NCCL requires.
 
-It has no thread and no queue: `begin` puts a round's kernels and messages on the communicator's
-side stream, stage by stage (see engine/schedule.py), and returns. The host does not wait: the
+It has no thread and no queue: `run` puts a round's kernels and messages on the communicator's side
+stream, stage by stage (see engine/schedule.py), and returns. The host does not wait: the
 stream waits for batches. The CPU has no streams: there, the caller waits, and a round has ended
-when `begin` returns; tests run it so.
+when `run` returns; tests run it so.
 
 NCCL has no tags, so all ranks must issue their operations on a communicator in the same order. The
 rule: the thread that issues a round queues it, and the rounds that follow it, before the call
@@ -16,7 +16,7 @@ this round's messages.
 
 Messages have no headers to check: layouts were compared before, the link keeps the order, and NCCL
 delivers the bytes intact. A payload that cannot be decoded shows in a verdict, which the GPU writes
-and the host reads at a later `begin`.
+and the host reads at a later `run`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from gradwire.engine.core import Actions, Do, Run
 from gradwire.engine.cuda_streams import on
 from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.schedule import Wave
-from gradwire.engine.thread_driver import Flight
 from gradwire.errors import TransportError
 from gradwire.transport.link import OrderedLink, Posting
 from gradwire.transport.protocol import Pending
@@ -106,7 +104,7 @@ class StreamDriver:
         self._lock = threading.RLock()
         self._verdicts: deque[Checkable] = deque()
 
-    def begin(self, flight: Flight, work: StreamWork) -> int:
+    def run(self, work: StreamWork) -> int:
         """Queue a round.
 
         Returns:
@@ -122,7 +120,7 @@ class StreamDriver:
                 while self._verdicts and self._verdicts[0].known():
                     self._verdicts.popleft().check()
                 with on(self.stream):
-                    wire_bytes = self._run(flight, work)
+                    wire_bytes = self._queue(work)
                     self._verdicts.extend(work.verdicts())
             except Exception as error:
                 self._fail(error)
@@ -135,31 +133,23 @@ class StreamDriver:
                 raise
         return wire_bytes
 
-    def _run(self, flight: Flight, work: StreamWork) -> int:
-        """Queue the stages, in the schedule's order; the core confirms that each task may run."""
-        core, graph = flight.ticket.owner.core, work.graph
-        assert core.begin(flight, graph), (
-            "an older ticket of this owner is under way: rounds run where they are issued"
-        )
+    def _queue(self, work: StreamWork) -> int:
+        """Queue the stages, in the schedule's order."""
         work.start()
-        ready = _Ready(core.started(flight))
-        under_way: deque[tuple[Pending, Sequence[int]]] = deque()
+        under_way: deque[Pending] = deque()
         ended = wire_bytes = 0
         for stage in work.schedule:
             while ended < stage.ended:
-                _land(core, flight, under_way.popleft(), ready)
+                under_way.popleft().wait()
                 ended += 1
             for task in stage.kernels:
-                assert task in ready.kernels, f"{graph.describe(task)}: scheduled too early"
                 work.compute(task)
-                ready.take(core.done(flight, task))
             if stage.messages:
                 batch = [_message(work, task) for task in stage.messages]
-                under_way.append((self.link.post(batch), stage.messages))
+                under_way.append(self.link.post(batch))
                 wire_bytes += sum(m.memory.numel() for m in batch if not m.incoming)
         while under_way:
-            _land(core, flight, under_way.popleft(), ready)
-        assert ready.free, "the schedule has left out tasks"
+            under_way.popleft().wait()
         work.finish()
         return wire_bytes
 
@@ -167,33 +157,6 @@ class StreamDriver:
         peer = error.peer if isinstance(error, TransportError) else None
         self._failed(error)
         self.link.fail(self.link.rank if peer is None else peer)
-
-
-class _Ready:
-    """What the core has released so far."""
-
-    def __init__(self, actions: Actions) -> None:
-        self.kernels: set[int] = set()
-        self.free = False
-        self.take(actions)
-
-    def take(self, actions: Actions) -> None:
-        for action in actions:
-            if action.do is Do.KERNEL:
-                self.kernels.update(action.tasks)
-            self.free |= action.do is Do.FREE
-
-
-def _land(core: Any, run: Run, batch: tuple[Pending, Sequence[int]], ready: _Ready) -> None:
-    """Wait for a batch, and report its end to the core."""
-    pending, tasks = batch
-    pending.wait()
-    for task in tasks:
-        if run.graph.kind[task] is Kind.RECV:
-            ready.take(core.done(run, task))
-        else:
-            ready.take(core.posted(run, task))
-            ready.take(core.sent(run, task))
 
 
 def _message(work: StreamWork, task: int) -> Posting:

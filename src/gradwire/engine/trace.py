@@ -37,7 +37,7 @@ class Span:
 
 
 class Timeline:
-    """Spans, in the order in which they ended; see `InFlight.begin_trace`."""
+    """Spans, in the order in which they ended; see `Runs.begin_trace`."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

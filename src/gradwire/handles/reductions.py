@@ -149,7 +149,7 @@ class Reductions:
         self._least = self._word = None
         if self.switch.plan is not before:
             self.adopt()
-            self.owner.comm.in_flight.mark(f"adopt: plan {self.switch.plan.version}")
+            self.owner.comm.runs.mark(f"adopt: plan {self.switch.plan.version}")
 
     def _agreed(self) -> int | None:
         """The least version that any rank offered in the previous pass, if known."""

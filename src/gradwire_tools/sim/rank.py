@@ -1,6 +1,6 @@
 """One rank on a virtual clock: the scheduler core, driven by the durations of its actions.
 
-The lanes are those of gradwire.engine.thread_driver: a thread runs kernels in the order in which
+The lanes are those of gradwire.engine.runs: a thread runs kernels in the order in which
 their inputs arrive, and posts the sends that they release; each scope's receives are awaited by a
 thread of their own, in the order of their graph.
 """

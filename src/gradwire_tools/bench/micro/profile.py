@@ -161,14 +161,14 @@ def measure(
         handle = attach(model, parse(name).options)
         gradients = [torch.ones_like(weight) for weight in model.parameters()]
         comm = communicator()
-        trace = comm.in_flight.begin_trace()
+        trace = comm.runs.begin_trace()
         for _ in range(_WARM_UP):
             _step(model, gradients, handle, trace)
         found = []
         for step in range(steps):
             progress(f"steps of {name}", step, steps)
             found.append(_step(model, gradients, handle, trace))
-        comm.in_flight.end_trace()
+        comm.runs.end_trace()
         if comm.rank == 0 and trace_file is not None:
             Path(trace_file).write_text(json.dumps(trace.chrome(comm.rank)))
         handle.detach()
