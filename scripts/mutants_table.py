@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "a_task_too_early", "a result is told before the last task",
         "gradwire/engine/core.py",
-        "self._left = len(graph)\n",
-        "self._left = len(graph) - 1\n",
+        "self._left = len(self._waits)\n",
+        "self._left = len(self._waits) - 1\n",
         ("tests/engine/test_core.py",),
     ),
     Mutant(

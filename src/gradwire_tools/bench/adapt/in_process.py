@@ -15,7 +15,7 @@ import torch
 from gradwire.aggregators import Aggregator, Attached, Rounds
 from gradwire.aggregators.coroutine import Asking
 from gradwire.aggregators.error_feedback import RESIDUAL
-from gradwire.collectives import AllReduce, Options, Request
+from gradwire.collectives import AllReduce, Options
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import TransportError
 from gradwire.lang import Codec, layout, rng
@@ -39,19 +39,14 @@ class Counted(Attached):
     packed_bits: int = 0
     input_bits: int = 0
 
-    def count(self, request: Request) -> None:
-        packed, counted = bits_of(request.values, request.codec)
-        if request.positions:
-            counted = _INDEX_BITS * request.positions
-        self.packed_bits += packed
-        self.input_bits += counted
-
 
 class _CountedRounds(Rounds):
     def _ask(self, number: int) -> list[Asking]:
         asking = super()._ask(number)
         for _, context, request in asking:
-            context.member.count(request)
+            packed, counted = bits_of(request.values, request.codec)
+            context.member.packed_bits += packed
+            context.member.input_bits += _INDEX_BITS * request.positions or counted
         return asking
 
 
