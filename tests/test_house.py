@@ -183,14 +183,21 @@ def test_rooms_import_what_the_table_allows() -> None:
 def test_what_one_steady_scope_enters() -> None:
     """In a process of its own, whose threads start under the profile hook."""
     (end,) = ends(1, entered, backend=None)
-    classes, files = end.value
+    calls, classes = end.value
+    files = {file for _, file in calls}
     assert (len(classes), len(files)) <= (CLASSES, FILES), (classes, files)
     assert (len(classes), len(files)) == (CLASSES, FILES), "fewer: lower CLASSES and FILES"
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = page.partition("```text path\n")[2].partition("```")[0].splitlines()
+    path = [tuple(line.split()[:2]) for line in told]
+    assert len(path) > 15
+    assert [calls.index(place) for place in path] == sorted(calls.index(place) for place in path)
 
 
-def entered(_: int) -> tuple[list[str], list[str]]:
+def entered(_: int) -> tuple[list[tuple[str, str]], set[str]]:
+    """(calls with their files, in the order of the first; classes)."""
+    calls: dict[tuple[str, str], None] = {}
     classes: set[str] = set()
-    files: set[str] = set()
     on = threading.Event()
     scope = threading.Barrier(2)
 
@@ -198,10 +205,11 @@ def entered(_: int) -> tuple[list[str], list[str]]:
         _, inside, file = frame.f_code.co_filename.rpartition("/gradwire/")
         if event != "call" or not on.is_set() or not inside or file.startswith("control/"):
             return
-        files.add(file)
-        me = frame.f_locals.get("self")
+        name, me = frame.f_code.co_name, frame.f_locals.get("self")
         if me is not None and type(me).__module__.startswith("gradwire"):
             classes.add(f"{type(me).__module__}.{type(me).__qualname__}")
+            name = f"{type(me).__name__}.{name}"
+        calls.setdefault((name, file))
 
     def body(comm: Communicator) -> None:
         shapes = [(256, 128), (128,), (64, 64)]
@@ -215,7 +223,7 @@ def entered(_: int) -> tuple[list[str], list[str]]:
 
     threading.setprofile(hook)
     as_threads(2, body)
-    return sorted(classes), sorted(files)
+    return list(calls), classes
 
 
 def test_what_attach_loads() -> None:
