@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.codecs import checks
-from gradwire.codecs.topk import STORED
-from gradwire.lang import Codec, Payload, Value
-from gradwire.lang.ops import abs, concat, gather, scatter, share, sort, topk
+from gradwire.codecs.sparse import Sparse
+from gradwire.lang import Payload, Value
+from gradwire.lang.ops import abs, share, sort, topk
 
 EVERY = 100  # the sample is 1 % of the values
 MARGIN = 2.0  # candidates per value that is kept
@@ -15,7 +14,7 @@ MIN_ABOVE = 20  # sampled values above the threshold
 
 
 @dataclass(frozen=True)
-class DGC(Codec):
+class DGC(Sparse):
     """About k = max(1, floor(density * n)) values of the largest magnitude; needs error feedback.
 
     Options:
@@ -32,17 +31,8 @@ class DGC(Codec):
     density: float = 0.001
     values: str = "fp16"
 
-    contracts = True
-
-    def __post_init__(self) -> None:
-        checks.number(self, "density", above=0, most=1)
-        checks.one_of(self, "values", STORED)
-
     def encode(self, g: Value) -> Payload:
         size = abs(g)
         threshold = sort(size, every=EVERY)[share(min(1.0, MARGIN * self.density), MIN_ABOVE)]
         chosen = topk(size, share(self.density), among=~(size < threshold))
-        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
-
-    def decode(self, chosen: Value, value: Value) -> Value:
-        return scatter(value, chosen)
+        return self.sent(g, chosen)

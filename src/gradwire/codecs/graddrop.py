@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.codecs import checks
-from gradwire.codecs.topk import STORED
-from gradwire.lang import Codec, Payload, Value
-from gradwire.lang.ops import abs, concat, gather, scatter, share, sort, topk
+from gradwire.codecs.sparse import Sparse
+from gradwire.lang import Payload, Value
+from gradwire.lang.ops import abs, share, sort, topk
 
 # In a tensor of REFERENCE_NUMEL values, SAMPLED_ABOVE sampled values exceed the threshold.
 SAMPLED_ABOVE = 500
@@ -17,7 +16,7 @@ MIN_CAPACITY = 64  # entries that a payload of a small tensor has room for
 
 
 @dataclass(frozen=True)
-class GradDrop(Codec):
+class GradDrop(Sparse):
     """All values that reach a threshold, chosen so that about k = density * n do.
 
     Options:
@@ -33,21 +32,12 @@ class GradDrop(Codec):
     density: float = 0.01
     values: str = "fp16"
 
-    contracts = True
-
-    def __post_init__(self) -> None:
-        checks.number(self, "density", above=0, most=1)
-        checks.one_of(self, "values", STORED)
-
     def encode(self, g: Value) -> Payload:
         size = abs(g)
         threshold = sort(size, every=self.every)[share(self.density)]
         room = share(min(1.0, CAPACITY * self.density), MIN_CAPACITY)
         chosen = topk(size, room, among=~(size < threshold))
-        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
-
-    def decode(self, chosen: Value, value: Value) -> Value:
-        return scatter(value, chosen)
+        return self.sent(g, chosen)
 
     def expected_entries(self, numel: int) -> float:
         """The same fraction of the values as of the sample."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
-from gradwire.codecs.topk import STORED
-from gradwire.lang import Codec, Payload, Value
-from gradwire.lang.ops import abs, concat, gather, scatter, share, topk
+from gradwire.codecs.sparse import Sparse
+from gradwire.lang import Payload, Value
+from gradwire.lang.ops import abs, share, topk
 
 
 @dataclass(frozen=True)
-class HardThreshold(Codec):
+class HardThreshold(Sparse):
     """The values whose magnitude is `threshold` or more; needs error feedback.
 
     Options:
@@ -32,17 +32,11 @@ class HardThreshold(Codec):
     density: float = 0.05
     values: str = "fp16"
 
-    contracts = True
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.number(self, "threshold", least=1e-37, most=1e38)
-        checks.number(self, "density", above=0, most=1)
-        checks.one_of(self, "values", STORED)
 
     def encode(self, g: Value) -> Payload:
         size = abs(g)
         chosen = topk(size, share(self.density), among=~(size < self.threshold))
-        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
-
-    def decode(self, chosen: Value, value: Value) -> Value:
-        return scatter(value, chosen)
+        return self.sent(g, chosen)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.codecs import checks
-from gradwire.codecs.topk import STORED
-from gradwire.lang import Codec, Payload, Value
+from gradwire.codecs.sparse import Sparse
+from gradwire.lang import Payload, Value
 from gradwire.lang.ir import Size
 from gradwire.lang.ops import (
     abs,
     clamp,
-    concat,
     count,
     floor,
-    gather,
     isfinite,
     reduce,
-    scatter,
     share,
     topk,
     where,
@@ -30,7 +26,7 @@ INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
-class MSTopK(Codec):
+class MSTopK(Sparse):
     """The k = density * n to 1.01 k values of the largest magnitude; needs error feedback.
 
     Options:
@@ -48,12 +44,6 @@ class MSTopK(Codec):
     density: float = 0.01
     values: str = "fp16"
 
-    contracts = True
-
-    def __post_init__(self) -> None:
-        checks.number(self, "density", above=0, most=1)
-        checks.one_of(self, "values", STORED)
-
     def encode(self, g: Value) -> Payload:
         size, top = abs(g), reduce(max, abs(g))
         k = clamp(floor(count(g) * self.density), 1.0, INFINITY)
@@ -63,14 +53,11 @@ class MSTopK(Codec):
             low, step = low + step * sum(where(r, 1.0, 0.0) for r in reached), step / PARTS
         threshold = where(isfinite(top), low, INFINITY)
         chosen = topk(size, self.room, among=~(size < threshold))
-        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
+        return self.sent(g, chosen)
 
     def encode_sum(self, g: Value) -> Payload:
         chosen = topk(abs(g), self.room)
-        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
-
-    def decode(self, chosen: Value, value: Value) -> Value:
-        return scatter(value, chosen)
+        return self.sent(g, chosen)
 
     @property
     def room(self) -> Size:

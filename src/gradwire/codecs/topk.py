@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.codecs import checks
-from gradwire.lang import Codec, Payload, Value
-from gradwire.lang.ops import abs, concat, fp16, fp32, gather, map, scatter, share, topk
-
-STORED = {"fp16": fp16, "fp32": fp32}
+from gradwire.codecs.sparse import Sparse
+from gradwire.lang import Payload, Value
+from gradwire.lang.ops import abs, map, share, topk
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(Sparse):
     """Exactly k = max(1, floor(density * n)) values of the largest magnitude; needs error feedback.
 
     Options:
@@ -27,15 +25,6 @@ class TopK(Codec):
     density: float = 0.01
     values: str = "fp16"
 
-    contracts = True
-
-    def __post_init__(self) -> None:
-        checks.number(self, "density", above=0, most=1)
-        checks.one_of(self, "values", STORED)
-
     def encode(self, g: Value) -> Payload:
         chosen = topk(map(abs, g), share(self.density))
-        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
-
-    def decode(self, chosen: Value, value: Value) -> Value:
-        return scatter(value, chosen)
+        return self.sent(g, chosen)
