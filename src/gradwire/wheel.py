@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradwire.codecs import variants
-from gradwire.lang import build
+from gradwire.lang.native import build
 from gradwire.transport import shm_library
 
 SHM = "shm"

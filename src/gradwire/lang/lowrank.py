@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gradwire.lang import jit, prebuilt
+from gradwire.lang.call import check_memory
 from gradwire.lang.emit import c
 from gradwire.lang.kernels import announce
-from gradwire.lang.rows import check_memory
+from gradwire.lang.native import jit, prebuilt
 
 _CPU = torch.device("cpu")
 _LARGEST = 3.0e38  # a bound of an average's values above this counts as not finite

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from gradwire.lang import ir
+from gradwire.lang.call import ROW
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes
-from gradwire.lang.rows import ROW
 
 # Columns of the int64 table of rows: those of ROW, then these. triton_prelude.py has the same
 # indices.

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gradwire.lang import jit, prebuilt
+from gradwire.lang.native import jit, prebuilt
 
 _FILES = ("shm_ring.c", "shm_wait.c")
 REFUSED = (1 << 64) - 1  # what shm_send and shm_receive return once stopped

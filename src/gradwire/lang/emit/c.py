@@ -6,17 +6,24 @@ the code around them; c_stack.py places large arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
+from typing import TYPE_CHECKING
 
-from gradwire.lang import ir, passes
+from gradwire.lang import forms, ir, passes
+from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c_rows, c_stack
 from gradwire.lang.emit.c_entries import GroupRows, rank_function
 from gradwire.lang.emit.c_nodes import streams
-from gradwire.lang.layout import Layout
+from gradwire.lang.forms import FORMS
+from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.sweeps import Loop, Sweep
 
+if TYPE_CHECKING:  # sources are also generated without torch
+    import torch
+
+RUNNER = "run_series"  # of `series`
 # Functions of `lowrank`.
 LOWRANK = ("lowrank_left", "lowrank_columns", "lowrank_right", "lowrank_finish")
 
@@ -42,6 +49,13 @@ def lowrank() -> str:
 @lru_cache(maxsize=4)
 def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
+
+
+def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
+    """The C source of the named forms of a codec, without the prelude that all kernels share."""
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs
+    return emit([programs[name] for name in names], layout(codec, native), native)
 
 
 def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:

@@ -25,19 +25,40 @@ and triton_codes.py. A generated file ends with the steps of every form, which l
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from gradwire.lang import ir, passes
+from gradwire.errors import ConfigError
+from gradwire.lang import forms, ir, passes
+from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_entries import Kernel
 from gradwire.lang.emit.triton_text import ALU, CASTS, literal
-from gradwire.lang.layout import Layout
+from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.sweeps import Partial
+
+if TYPE_CHECKING:  # sources are also generated without torch
+    import torch
 
 __all__ = ["ALU", "CASTS", "NODES", "emit", "lacking", "literal"]
 
 NODES = Kernel.RULES
 # emitted as part of other nodes: of keys, of stores and sums
 WITHIN = ("const", "select", "scatter")
+
+
+def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
+    """The generated Triton source of the codec's kernels, without the prelude.
+
+    Raises `ConfigError` for a codec with operations that the target does not support.
+    """
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs.values()
+    missing = lacking(programs)
+    if missing:
+        raise ConfigError(
+            f"target 'triton' does not support {', '.join(missing)} of {codec!r}: use target 'c'"
+        )
+    return emit(programs, layout(codec, native), native)
 
 
 def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:

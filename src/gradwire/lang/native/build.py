@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import ConfigError
-from gradwire.lang import forms, isa, jit, prebuilt
+from gradwire.lang import forms
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c
-from gradwire.lang.native import RUNNER, source
+from gradwire.lang.native import isa, jit, prebuilt
 
 DTYPES = ("fp32", "fp16", "bf16")
 MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # macro that gcc defines -> machine
@@ -50,7 +50,7 @@ class Unit:
         return "\n".join([*names, self.text])
 
 
-_ALWAYS = (Unit("series", c.series(), (RUNNER,)), Unit("lowrank", c.lowrank(), c.LOWRANK))
+_ALWAYS = (Unit("series", c.series(), (c.RUNNER,)), Unit("lowrank", c.lowrank(), c.LOWRANK))
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
@@ -63,7 +63,7 @@ def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -
         for dtype in dtypes:
             if not forms.derive(codec, dtype).fused:
                 continue
-            unit = Unit(f"{label} {dtype}", c.prelude() + source(codec, dtype))
+            unit = Unit(f"{label} {dtype}", c.prelude() + c.source(codec, dtype))
             found.setdefault(unit.digest, unit)
     return list(found.values())
 

@@ -12,13 +12,13 @@ process has only one, and none needs to be installed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwire.lang import isa, jit, kernel_cache
+from gradwire.lang.native import cache, isa, jit
 
 if TYPE_CHECKING:
     Functions = dict[str, ctypes._NamedFuncPointer]
@@ -28,8 +28,8 @@ RUNTIMES = ("libgomp", "libiomp", "libomp")  # all of them provide the functions
 
 
 def folder() -> Path:
-    """The folder of the libraries: next to this file, or GRADWIRE_KERNELS."""
-    return Path(os.environ.get("GRADWIRE_KERNELS") or Path(__file__).parent / "libraries")
+    """The folder of the libraries: lang/libraries, or GRADWIRE_KERNELS."""
+    return Path(os.environ.get("GRADWIRE_KERNELS") or Path(__file__).parents[1] / "libraries")
 
 
 def file_name(level: str) -> str:
@@ -92,7 +92,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     return _loaded(str(folder()), isa.allowed())
 
 
-@cache
+@functools.cache
 def _loaded(folder: str, levels: tuple[isa.Level, ...]) -> tuple[ctypes.CDLL | None, str]:
     if not any(Path(folder).glob(file_name("*"))):
         return None, "none came with this installation"
@@ -100,7 +100,7 @@ def _loaded(folder: str, levels: tuple[isa.Level, ...]) -> tuple[ctypes.CDLL | N
         path = Path(folder) / file_name(level.name)
         if path.exists():
             if os.environ.get("GRADWIRE_KERNELS"):  # else as safe as this file beside it
-                kernel_cache.refuse(f"GRADWIRE_KERNELS={folder}", kernel_cache.risk(path))
+                cache.refuse(f"GRADWIRE_KERNELS={folder}", cache.risk(path))
             try:
                 _share_openmp()
                 return ctypes.CDLL(str(path)), str(path)
