@@ -6,13 +6,14 @@ Codecs import them from ops.py. They call torch's BLAS and are not fused.
 from __future__ import annotations
 
 from gradwire.lang import ir, shapes
-from gradwire.lang.source import LanguageError, here
+from gradwire.lang.source import mistake
 from gradwire.lang.trace import (
     Value,
     active,
     as_number,
     lift,
     numbers_of_elements,
+    record,
     size,
     stream,
     whole,
@@ -21,11 +22,10 @@ from gradwire.lang.trace import (
 
 def matrix(value: Value, columns: int) -> Value:
     """The elements as a matrix of `columns` columns; its last row is padded with zeros."""
-    location = here()
-    width = size(columns, 1, "matrix: columns", location)
-    value = whole(value, "matrix", location)
-    node, shape = numbers_of_elements(value, "matrix", location), shapes.of_row(width)
-    return Value(ir.node("matrix", (node,), shape, scope=ir.Scope.MATRIX, location=location))
+    width = size(columns, 1, "matrix: columns")
+    value = whole(value, "matrix")
+    node, shape = numbers_of_elements(value, "matrix"), shapes.of_row(width)
+    return Value(record("matrix", (node,), shape, scope=ir.Scope.MATRIX))
 
 
 def decomp(value: Value, rank: int) -> tuple[Value, Value]:
@@ -33,33 +33,29 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
 
     For matrix(x, columns) of n values, P is ceil(n / columns) x rank and Q is columns x rank.
     """
-    location = here()
     active().uses("decomp")
     node = lift(value).node
     if node.op != "matrix":
-        raise LanguageError(location, "decomp: takes matrix(x, columns)")
-    number = size(rank, 1, "decomp: rank", location)
-    shapes.factors(node, number, location)
+        raise mistake("decomp: takes matrix(x, columns)")
+    number = size(rank, 1, "decomp: rank")
+    shapes.factors(node, number)
     drawn = stream("decomp")
     left, right = (
-        ir.node("decompose", (node,), ir.Factor(number, side, drawn), location=location)
-        for side in ("left", "right")
+        record("decompose", (node,), ir.Factor(number, side, drawn)) for side in ("left", "right")
     )
     return Value(left), Value(right)
 
 
 def matmul(a: Value, b: Value) -> Value:
     """A times B transposed: matrices r x k and c x k give r x c."""
-    location = here()
     active().uses("matmul")
-    left, right = (as_number(shapes.matrix(lift(v).node, "matmul", location)) for v in (a, b))
-    shapes.product(left, right, location)
-    return Value(ir.node("product", (left, right), location=location))
+    left, right = (as_number(shapes.matrix(lift(v).node, "matmul")) for v in (a, b))
+    shapes.product(left, right)
+    return Value(record("product", (left, right)))
 
 
 def elements(value: Value) -> Value:
     """The elements of a matrix that has the shape of matrix(x, columns)."""
-    location = here()
-    node = as_number(shapes.matrix(lift(value).node, "elements", location))
-    shapes.flat(node, location)
-    return Value(ir.node("flatten", (node,), scope=ir.Scope.ELEMENT, location=location))
+    node = as_number(shapes.matrix(lift(value).node, "elements"))
+    shapes.flat(node)
+    return Value(record("flatten", (node,), scope=ir.Scope.ELEMENT))
