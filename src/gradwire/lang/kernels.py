@@ -26,11 +26,6 @@ from gradwire.lang.layout import native_name
 from gradwire.lang.native import jit, prebuilt
 from gradwire.lang.trace import integer
 
-_ARGUMENTS = (
-    ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
-    ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p,
-)  # fmt: skip
-
 # Without optimisation a compilation takes what the prelude takes, so forms that go together are
 # compiled together.
 _TOGETHER = (
@@ -54,16 +49,16 @@ class Library(Kernels):
         numbers = forms.derive(codec, native_name(dtype)).table
         self._numbers = (ctypes.c_float * max(1, len(numbers)))(*numbers)
         self.table = ctypes.addressof(self._numbers)
-        found, self._why_compiled = prebuilt.find(text, FORMS)
+        found, self._why_compiled = prebuilt.find(text, c.FORM)
         self.prebuilt = found is not None
-        self._functions = {form: _typed(function) for form, function in (found or {}).items()}
+        self._functions = found or {}
 
     def missing(self) -> str | None:
         """Why forms are neither prebuilt nor can be compiled; None if they are, or can."""
         if self.prebuilt:
             return None
         try:
-            prebuilt.compiled(c.series(), [c.RUNNER], self._why_compiled)  # small, and needed
+            prebuilt.compiled(c.series(), c.SERIES, self._why_compiled)  # small, and needed
         except jit.CompileError as error:
             return str(error)
         return None
@@ -81,8 +76,8 @@ class Library(Kernels):
 
     def _compiled(self, names: Sequence[str]) -> prebuilt.Functions:
         text = c.prelude() + c.source(self.codec, self.dtype, names)
-        found = prebuilt.compiled(text, names, self._why_compiled, jit.kernel_flags())
-        return {name: _typed(function) for name, function in found.items()}
+        wanted = {name: c.FORM[name] for name in names}
+        return prebuilt.compiled(text, wanted, self._why_compiled, jit.kernel_flags())
 
     def _function(self, form: str) -> Any:
         if form not in self._functions:
@@ -112,12 +107,6 @@ class Library(Kernels):
     def malformed(self, row: int, form: str) -> CodecError:
         """The error for a malformed payload in a row of a call."""
         return CodecError(f"row {row} of {form}: malformed payload for {self.codec!r}")
-
-
-def _typed(function: ctypes._NamedFuncPointer) -> ctypes._NamedFuncPointer:
-    function.argtypes = _ARGUMENTS
-    function.restype = ctypes.c_int
-    return function
 
 
 def _gpu(codec: Codec, dtype: torch.dtype, target: str) -> Kernels:

@@ -9,7 +9,6 @@ the batch.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -295,15 +294,7 @@ def _cholesky(rows: np.ndarray) -> bool:
 @cache
 def _functions() -> dict[str, Any]:
     """The functions of emit/lowrank.c. Raises `jit.CompileError`."""
-    functions, _ = prebuilt.functions(c.lowrank(), c.LOWRANK)
-    of: list[Any] = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
-    for name, function in functions.items():
-        function.restype = None
-        more = (
-            [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64] if name == "lowrank_columns" else []
-        )
-        function.argtypes = of + more
-    return dict(functions)
+    return prebuilt.functions(c.lowrank(), c.LOWRANK)
 
 
 @cache

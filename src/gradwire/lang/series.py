@@ -7,7 +7,6 @@ whatever their codecs, and one per kernel call on other targets.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -156,11 +155,8 @@ def _runner() -> Callable[[int, int], int]:
     Libraries of prebuilt kernels contain it; otherwise it is compiled. Raises `ConfigError`.
     """
     with compiler_needed():
-        functions, _ = prebuilt.functions(c.series(), [c.RUNNER])
-    function = functions[c.RUNNER]
-    function.argtypes = ctypes.c_void_p, ctypes.c_int64
-    function.restype = ctypes.c_int64
-    return function
+        (run,) = prebuilt.functions(c.series(), c.SERIES).values()
+    return run  # type: ignore[no-any-return]
 
 
 class BoundSeries:

@@ -7,6 +7,7 @@ the code around them; c_stack.py places large arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -23,9 +24,17 @@ from gradwire.lang.sweeps import Loop, Sweep
 if TYPE_CHECKING:  # sources are also generated without torch
     import torch
 
-RUNNER = "run_series"  # of `series`
-# Functions of `lowrank`.
-LOWRANK = ("lowrank_left", "lowrank_columns", "lowrank_right", "lowrank_finish")
+# The functions of the sources: the types of their arguments and results. Of a codec:
+_ROWS = c_void_p, c_int64, c_int32
+_FORM = *_ROWS, c_int32, c_void_p, c_float, c_int32, c_void_p, c_void_p
+FORM = dict.fromkeys(FORMS, (_FORM, c_int))
+SERIES = {"run_series": ((c_void_p, c_int64), c_int64)}  # of `series`
+LOWRANK = {
+    "lowrank_left": (_ROWS, None),
+    "lowrank_columns": ((*_ROWS, c_int32, c_void_p, c_int64), None),
+    "lowrank_right": (_ROWS, None),
+    "lowrank_finish": (_ROWS, None),
+}
 
 
 @lru_cache(maxsize=1)

@@ -37,7 +37,7 @@ class Unit:
 
     label: str
     text: str
-    names: tuple[str, ...] = forms.FORMS
+    names: Iterable[str] = forms.FORMS
 
     @property
     def digest(self) -> str:
@@ -50,7 +50,7 @@ class Unit:
         return "\n".join([*names, self.text])
 
 
-_ALWAYS = (Unit("series", c.series(), (c.RUNNER,)), Unit("lowrank", c.lowrank(), c.LOWRANK))
+_ALWAYS = (Unit("series", c.series(), c.SERIES), Unit("lowrank", c.lowrank(), c.LOWRANK))
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
