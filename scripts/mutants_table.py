@@ -37,9 +37,9 @@ MUTANTS = (
     Mutant(
         "c_decode_does_nothing", "a kernel leaves the values as they were",
         "gradwire/lang/emit/c_blocks.py",
-        '        self.put(f"{sink.name}[i] = {self.name(sink.node)};")',
+        '        self.put(f"{to} {self.name(sink.node)};")',
         '        if self.program.form != "decode":\n'
-        '            self.put(f"{sink.name}[i] = {self.name(sink.node)};")',
+        '            self.put(f"{to} {self.name(sink.node)};")',
         ("tests/lang/test_targets.py::test_forms_of_a_codec",),
     ),
     Mutant(

@@ -8,7 +8,8 @@ the whole group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from gradwire.lang import ir, passes
 from gradwire.lang.ir import Node, Scope
@@ -145,11 +146,12 @@ class Writer:
     def put(self, text: str) -> None:
         self.lines.append("  " * self.indent + text)
 
-    def open(self, text: str) -> None:
+    @contextmanager
+    def braces(self, text: str, tail: str = "}") -> Iterator[None]:
+        """What is put here stands in the braces that `text` opens and `tail` closes."""
         self.put(f"{text} {{")
         self.indent += 1
-
-    def close(self, tail: str = "}") -> None:
+        yield
         self.indent -= 1
         self.put(tail)
 
