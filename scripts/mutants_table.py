@@ -101,9 +101,9 @@ MUTANTS = (
     # The other targets.
     Mutant(
         "triton_takes_the_smaller", "a wrong comparison",
-        "gradwire/lang/emit/triton_text.py",
-        '"max": "tl.where({0} > {1}, {0}, {1})"',
-        '"max": "tl.where({0} < {1}, {0}, {1})"',
+        "gradwire/lang/emit/__init__.py",
+        "tl.where({0} > {1}, {0}, {1})",
+        "tl.where({0} < {1}, {0}, {1})",
         ("tests/lang/test_triton.py::test_triton_equals_eager",),
     ),
     Mutant(

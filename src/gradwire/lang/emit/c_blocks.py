@@ -13,8 +13,8 @@ from contextlib import contextmanager, nullcontext
 from typing import ClassVar
 
 from gradwire.lang import ir
-from gradwire.lang.emit import c_rows
-from gradwire.lang.emit.c_nodes import MEMORY, Writer, cell, register, stream_name
+from gradwire.lang.emit import c_rows, stream_name
+from gradwire.lang.emit.c_nodes import MEMORY, Writer, cell, register
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
 from gradwire.lang.sweeps import (

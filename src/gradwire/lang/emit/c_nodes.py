@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from gradwire.lang import ir, passes
+from gradwire.lang.emit import ALU, cast, stream_name
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
 from gradwire.lang.sweeps import Loop, Sink
 
+C = 0  # the target's place in a rule
 MAX_NESTED = 4  # `where`s within one another in an integer expression
 
 REGISTER = {
@@ -24,43 +26,6 @@ REGISTER = {
 }  # fmt: skip
 MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16", "fp8": "uint8_t", "int32": "i32"}
 VALUES = {"fp32": "float", "bf16": "uint16_t", "fp16": "uint16_t"}
-
-ALU = {
-    "add": "{} + {}",
-    "sub": "{} - {}",
-    "mul": "{} * {}",
-    "div": "{} / {}",
-    "max": "{0} > {1} ? {0} : {1}",
-    "min": "{0} < {1} ? {0} : {1}",
-    "neg": "-{}",
-    "abs": "fabsf({})",
-    "floor": "floorf({})",
-    "sqrt": "sqrtf({})",
-    "isfinite": "is_finite({})",
-    "lt": "{} < {}",
-    "le": "{} <= {}",
-    "eq": "{} == {}",
-    "ne": "{} != {}",
-    "and": "{} & {}",
-    "or": "{} | {}",
-    "not": "!{}",
-    "where": "{} ? {} : {}",
-}
-
-CASTS = {
-    ("fp32", "stored"): "to_fp32({})",
-    ("bf16", "nearest"): "to_bf16_nearest({})",
-    ("bf16", "down"): "to_bf16_down({})",
-    ("bf16", "up"): "to_bf16_up({})",
-    ("fp16", "nearest"): "to_fp16_nearest({})",
-    ("fp16", "saturated"): "to_fp16_saturated({})",
-    ("fp8", "nearest"): "to_fp8({})",
-    ("int32", "zero"): "to_int32({})",
-    ("code", "zero"): "to_uint({}, {zero}, {top})",
-}
-WIDENINGS = {
-    "bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp8": "from_fp8({})", "fp32": "{}",
-}  # fmt: skip
 
 
 def streams(programs: Iterable[ir.Function]) -> tuple[ir.Stream, ...]:
@@ -105,11 +70,6 @@ def literal(value: float) -> str:
     short = abs(value) < 1e6 and value * 1024 == int(value * 1024)
     text = repr(value) if short else value.hex()
     return f"({text}f)" if text.startswith("-") else f"{text}f"
-
-
-def stream_name(stream: ir.Stream) -> str:
-    kind = "shared" if stream.shared else "peer" if stream.source else "stream"
-    return f"{kind}{stream.number}"
 
 
 def register(n: Node) -> str:
@@ -208,7 +168,7 @@ class Writer:
         names = (self.name(a) for a in n.args)
         if n.attr in ("min", "max"):
             names = (self.limit(a) if a.op == "const" else self.name(a) for a in n.args)
-        return ALU[str(n.attr)].format(*names)
+        return ALU[str(n.attr)][C].format(*names)
 
     def node_lookup(self, n: Node) -> str:
         x, *numbers = n.args
@@ -225,14 +185,12 @@ class Writer:
 
     def node_cast(self, n: Node) -> str:
         x = n.args[0]
-        if n.dtype == "fp32" and n.attr != "stored":
-            return WIDENINGS.get(x.dtype, "(float){}").format(self.name(x))
-        if n.dtype in ir.CODES and not needs_clamp(n):
+        if n.dtype not in ir.CODES:
+            return cast(n, C, self.name(x))
+        if not needs_clamp(n):
             return self.integer(x, wide=code_cell(n.dtype) == "int32_t")
-        if n.dtype in ir.CODES:
-            zero, top = (self.limits[literal(x)] for x in (0.0, float(ir.TOP[n.dtype])))
-            return CASTS["code", str(n.attr)].format(self.name(x), zero=zero, top=top)
-        return CASTS[n.dtype, str(n.attr)].format(self.name(x))
+        zero, top = (self.limits[literal(x)] for x in (0.0, float(ir.TOP[n.dtype])))
+        return cast(n, C, self.name(x), zero=zero, top=top)
 
     def integer(self, n: Node, wide: bool, depth: int = 0) -> str:
         """A number that is a code, as an integer expression: `where`s of constants use integers.

@@ -9,9 +9,9 @@ are packed by a sum over K and unpacked by shifts, without moving data between t
 the natural order. An element that several views need is computed in each.
 
 triton_nodes.py has a rule per operation, triton_entries.py the rules for selections and kept codes,
-triton_text.py what single operations are in Triton, triton_rows.py the code around them. The
-generated code calls triton_prelude.py, triton_numbers.py, triton_reductions.py, triton_selection.py
-and triton_codes.py. A generated file ends with the steps of every form, which lang/gpu.py runs:
+triton_rows.py the code around them. The generated code calls triton_prelude.py, triton_numbers.py,
+triton_reductions.py, triton_selection.py and triton_codes.py. A generated file ends with the steps
+of every form, which lang/gpu.py runs:
 
 | step | meaning |
 | --- | --- |
@@ -32,14 +32,11 @@ from gradwire.lang import forms, ir, passes
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_entries import Kernel
-from gradwire.lang.emit.triton_text import ALU, CASTS, literal
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.sweeps import Partial
 
 if TYPE_CHECKING:  # sources are also generated without torch
     import torch
-
-__all__ = ["ALU", "CASTS", "NODES", "emit", "lacking", "literal"]
 
 NODES = Kernel.RULES
 # emitted as part of other nodes: of keys, of stores and sums
