@@ -33,8 +33,6 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
 }
 PIECE = 1 << 18  # values: small enough for the cache, large enough for eight threads
-_COPIES = ("encode", "decode")
-_REDUCING = ("decode_add", "decode_sum", "reduce_encode")
 
 
 class ExactForms(Kernels):
@@ -59,7 +57,7 @@ class ExactForms(Kernels):
         for form in forms:
             if form.endswith("_ef"):
                 raise ConfigError(f"{self.codec} is lossless: use it without error feedback")
-            if form not in _COPIES and not self.op:
+            if form not in ("encode", "decode") and not self.op:
                 raise ConfigError(f"{self.codec} only copies, but {form!r} reduces: give it an op")
 
     def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
@@ -68,25 +66,23 @@ class ExactForms(Kernels):
         assert scales or call.factor == 1, f"{self.dtype} values times {call.factor}"
         for row in rows:
             if row["numel"] > 0:
-                getattr(self, f"_{form}")(row, call)
+                self._run_row(form, row, call)
 
-    def _encode(self, row: np.void, call: Call) -> None:
-        self._bytes(row, "payload").copy_(self._bytes(row, "values"))
-
-    def _decode(self, row: np.void, call: Call) -> None:
-        self._bytes(row, "values").copy_(self._bytes(row, "payload"))
-        if call.factor != 1:
-            self._numbers(row, "values").mul_(call.factor)
-
-    def _decode_add(self, row: np.void, call: Call) -> None:
-        values = self._numbers(row, "values")
-        self._reduce([values, self._numbers(row, "payload")], 1.0, [values])
-
-    def _decode_sum(self, row: np.void, call: Call) -> None:
-        self._reduce(self._contributions(row, call), call.factor, [self._numbers(row, "values")])
-
-    def _reduce_encode(self, row: np.void, call: Call) -> None:
-        written = [self._numbers(row, "values"), self._numbers(row, "payload")]
+    def _run_row(self, form: str, row: np.void, call: Call) -> None:
+        if form == "encode":
+            self._bytes(row, "payload").copy_(self._bytes(row, "values"))
+            return
+        if form == "decode":
+            self._bytes(row, "values").copy_(self._bytes(row, "payload"))
+            if call.factor != 1:
+                self._numbers(row, "values").mul_(call.factor)
+            return
+        written = [self._numbers(row, "values")]
+        if form == "decode_add":
+            self._reduce([*written, self._numbers(row, "payload")], 1.0, written)
+            return
+        if form == "reduce_encode":
+            written.append(self._numbers(row, "payload"))
         self._reduce(self._contributions(row, call), call.factor, written)
 
     def _contributions(self, row: np.void, call: Call) -> list[Tensor]:

@@ -275,18 +275,10 @@ def for_device(
 
 
 def _run(k: Kernels, form: str, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
-    on_gpu = values.device.type == "cuda"
-    with torch.cuda.device(values.device) if on_gpu else contextlib.nullcontext():
-        k.run(form, _row(values, payload, key))
-
-
-def _row(values: torch.Tensor, payload: torch.Tensor, key: int) -> np.ndarray:
     number = integer(key)
     if number is None or not 0 <= number < 2**64:
         raise ConfigError(f"key={key!r}: give a whole number of 0 to 2**64 - 1")
-    rows = np.zeros(1, ROW)
-    rows[0]["values"] = values.data_ptr()
-    rows[0]["payload"] = payload.data_ptr()
-    rows[0]["numel"] = values.numel()
-    rows[0]["key"] = number
-    return rows
+    row = values.data_ptr(), 0, payload.data_ptr(), 0, values.numel(), 0, number, 0
+    on_gpu = values.device.type == "cuda"
+    with torch.cuda.device(values.device) if on_gpu else contextlib.nullcontext():
+        k.run(form, np.array([row], ROW))

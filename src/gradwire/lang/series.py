@@ -137,7 +137,7 @@ class Series:
         entries["rows"] += np.uint64(rows.ctypes.data)
         entries["workspace"] = workspace.data_ptr()
         entries["factor"][entries["factor"] == 0] = factor
-        return BoundSeries(self, rows, workspace, factor, entries)
+        return BoundSeries(self, rows, workspace, factor, entries, entries.ctypes.data)
 
 
 def _entry(call: KernelCall, threads: int) -> tuple[float, ...]:
@@ -159,20 +159,20 @@ def _runner() -> Callable[[int, int], int]:
     return run  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
 class BoundSeries:
-    """A series on one table. Its calls share the workspace, so they must not run concurrently."""
+    """A series on one table. Its calls share the workspace, so they must not run concurrently.
 
-    def __init__(
-        self,
-        series: Series,
-        rows: np.ndarray,
-        workspace: torch.Tensor,
-        factor: float,
-        entries: np.ndarray,
-    ) -> None:
-        self._series, self._rows, self._workspace = series, rows, workspace
-        self._factor, self._entries = factor, entries
-        self._at: int = entries.ctypes.data
+    Attributes:
+        entries: of the series, with what depends on the table; at: their address.
+    """
+
+    series: Series
+    rows: np.ndarray
+    workspace: torch.Tensor
+    factor: float
+    entries: np.ndarray
+    at: int
 
     def run(self, first: int, last: int, distances: np.ndarray | None = None) -> int:
         """Run the calls [first, last), those on target c before the others.
@@ -188,12 +188,12 @@ class BoundSeries:
                 the call's first. Later calls are not made. With a mark, the mark raises it.
             ConfigError: there are too few distances.
         """
-        series = self._series
+        series = self.series
         read = max(series.distances[first:last], default=0)
         check_distances(distances, read)
         begin, end = series.before[first], series.before[last]
         if begin < end and distances is not None:
-            self._entries["distances"][begin:end] = distances.ctypes.data
+            self.entries["distances"][begin:end] = distances.ctypes.data
         step = max(1, end - begin) if series.together else 1
         made = 0
         for entry in range(begin, end, step):
@@ -201,18 +201,18 @@ class BoundSeries:
             made += 1
         for number in series.others[first - begin : last - end]:
             call = series.calls[number]
-            factor = self._factor if call.scaled else 1.0
+            factor = self.factor if call.scaled else 1.0
             call.kernels.run(
-                call.form, self._rows[call.first : call.last], call.ranks, call.rank, distances,
-                factor, series.threads, self._workspace, call.mark,
+                call.form, self.rows[call.first : call.last], call.ranks, call.rank, distances,
+                factor, series.threads, self.workspace, call.mark,
             )  # fmt: skip
             made += 1
         return made
 
     def _run_entries(self, first: int, count: int) -> None:
-        series = self._series
+        series = self.series
         assert series.run_entries is not None
-        failed = series.run_entries(self._at + first * ENTRY.itemsize, count)
+        failed = series.run_entries(self.at + first * ENTRY.itemsize, count)
         if failed:
             call = series.calls[series.native[first + (failed >> 32)]]
             assert isinstance(call.kernels, Library)

@@ -111,20 +111,15 @@ def build(
         ThreadPoolExecutor(jobs or _cores()) as at,
     ):
         scratch = Path(name)
-        (scratch / "manifest.c").write_text(_manifest(wanted), "utf-8")
-        for unit in wanted:
-            (scratch / f"{unit.digest}.c").write_text(unit.renamed, "utf-8")
-        for unit in _ALWAYS:
-            (scratch / f"{unit.label}.c").write_text(unit.renamed, "utf-8")
+        sources = {"manifest": _manifest(wanted)}
+        sources |= {unit.label: unit.renamed for unit in _ALWAYS}
+        sources |= {unit.digest: unit.renamed for unit in wanted}
+        for stem, text in sources.items():
+            (scratch / f"{stem}.c").write_text(text, "utf-8")
         for level in levels:
             begun = time.perf_counter()
-            stems = [
-                "manifest",
-                *(unit.label for unit in _ALWAYS),
-                *(unit.digest for unit in wanted),
-            ]
             compile = [compiler, *jit.FLAGS, *level.flags, "-c"]
-            pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in stems]
+            pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in sources]
             try:
                 for index, future in enumerate(pending):
                     if advance is not None:
@@ -135,7 +130,7 @@ def build(
                 raise
             built = folder / prebuilt.file_name(level.name)
             # no -fopenmp: the OpenMP symbols stay undefined until the library is loaded
-            objects = [f"{stem}.o" for stem in stems]
+            objects = [f"{stem}.o" for stem in sources]
             jit.run([compiler, "-shared", "-s", *objects, "-o", built.name, "-lm"], scratch)
             os.replace(scratch / built.name, built)
             yield {

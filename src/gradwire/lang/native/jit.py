@@ -108,12 +108,9 @@ def version(path: str) -> str:
 @functools.cache
 def _cpu() -> str:
     """The CPU model and features, which -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    known = sorted({line for line in isa.cpuinfo() if line.startswith(wanted)})
+    return "\n".join(known) or platform.processor()
 
 
 def digest(*parts: str) -> str:
