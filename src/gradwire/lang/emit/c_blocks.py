@@ -1,4 +1,4 @@
-"""C over blocks: a rule per step of a sweep, and per sink of its loops.
+"""C over blocks: a rule `step_CLASS` per step of a sweep, and `sink_KIND` per sink of its loops.
 
 Every sweep of a form has a function over a group of blocks (`FORM_groupN`). Steps over elements run
 block by block. The scalars of all blocks of the group are computed in one vectorised loop between
@@ -8,9 +8,8 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar
 
 from gradwire.lang import ir
 from gradwire.lang.emit import c_rows, stream_name
@@ -27,6 +26,7 @@ from gradwire.lang.sweeps import (
     Rotate,
     Scalars,
     Sink,
+    Step,
     Sweep,
     Unpack,
 )
@@ -41,8 +41,6 @@ class Blocks(Writer):
     declared, before a block's loop, in its body, after it.
     """
 
-    STEPS: ClassVar[dict[type, Callable[..., None]]]
-    SINKS: ClassVar[dict[str, Callable[..., Iterator[None]]]]
     prefetching: Loop | None = None
     prefetched: tuple[str, ...] = ()
 
@@ -55,7 +53,7 @@ class Blocks(Writer):
             self.arguments()
             self.plan_prefetch(sweep)
             for step in sweep.steps:
-                self.STEPS[type(step)](self, step)
+                self.step(step)
         return "\n".join([*self.lines, ""])
 
     def plan_prefetch(self, sweep: Sweep) -> None:
@@ -90,7 +88,11 @@ class Blocks(Writer):
 
     # steps ---------------------------------------------------------------------------------------
 
-    def scalars(self, step: Scalars) -> None:
+    def step(self, step: Step) -> None:
+        """Put a step, by the rule of its class."""
+        getattr(self, f"step_{type(step).__name__.lower()}")(step)
+
+    def step_scalars(self, step: Scalars) -> None:
         blocks = dict.fromkeys(n for n in step.nodes if n.scope is Scope.BLOCK and not self.folding)
         for n in step.nodes:
             if n not in blocks:
@@ -104,18 +106,18 @@ class Blocks(Writer):
                     self.define(n)
                     self.put(f"s{self.number[n]}_[g] = {self.name(n)};")
 
-    def recall(self, step: Recall) -> None:
+    def step_recall(self, step: Recall) -> None:
         at = f"place->partials + {step.index} * place->blocks + b0"
         self.put(f"const float *s{self.number[step.node]}_ = {at};")
 
-    def element_loop(self, loop: Loop) -> None:
+    def step_loop(self, loop: Loop) -> None:
         sinks = self.declared(loop)
         with self.over_blocks(loop.operands):
             self.loop_body(loop, sinks)
 
     def declared(self, loop: Loop) -> list[Iterator[None]]:
         """The rules of a loop's sinks, after the storage that outlives the loop over blocks."""
-        sinks = [self.SINKS[sink.kind](self, sink) for sink in loop.sinks]
+        sinks = [getattr(self, f"sink_{sink.kind}")(sink) for sink in loop.sinks]
         advance(sinks)
         return sinks
 
@@ -195,7 +197,7 @@ class Blocks(Writer):
         ]
         return {self.number[x]: x for x in operands}
 
-    def unpack(self, step: Unpack) -> None:
+    def step_unpack(self, step: Unpack) -> None:
         n, i = step.node, self.number[step.node]
         self.put(f"{cell(n)} a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
         with self.over_blocks():
@@ -231,7 +233,7 @@ class Blocks(Writer):
         assert isinstance(n.attr, ir.FieldRef)
         return self.field(n.attr.name)
 
-    def look_up(self, step: LookUp) -> None:
+    def step_lookup(self, step: LookUp) -> None:
         i, codes = self.number[step.node], self.number[step.code]
         self.put(f"float a{i}_[GROUP][BLOCK] __attribute__((aligned(64)));")
         numbers = ", ".join(self.name(n) for n in step.numbers)
@@ -239,11 +241,11 @@ class Blocks(Writer):
         with self.over_blocks():
             self.put(f"look_up(a{i}_[g], a{codes}_[g], m, t{i}, {len(step.numbers)});")
 
-    def rotate(self, step: Rotate) -> None:
+    def step_rotate(self, step: Rotate) -> None:
         with self.over_blocks():
             self.put(f"hadamard(a{self.number[step.node]}_[g], m);")
 
-    def fold(self, step: Fold) -> None:
+    def step_fold(self, step: Fold) -> None:
         i = self.number[step.node]
         self.put(f"float a{i}_[GROUP][BLOCK] __attribute__((aligned(64)));")
         with self.over_blocks(step.own.operands):
@@ -267,9 +269,9 @@ class Blocks(Writer):
             peer = f"(k - own_before) * {len(again)} + {at}"
             self.put(f"const Stream {stream_name(s)} = place->peers[{peer}];")
         for inner in step.body:
-            self.STEPS[type(inner)](self, inner)
+            self.step(inner)
 
-    def put_field(self, step: Put) -> None:
+    def step_put(self, step: Put) -> None:
         at = self.field(step.name)
         f = self.layout.fields[at]
         memory = MEMORY.get(f.dtype, "uint8_t")
@@ -280,7 +282,7 @@ class Blocks(Writer):
         with self.over_blocks([step.node], vector=True):
             self.put(f"({target})[b] = ({memory}){self.name(step.node)};")
 
-    def partial(self, step: Partial) -> None:
+    def step_partial(self, step: Partial) -> None:
         with self.over_blocks([step.node]):
             self.put(f"place->partials[{step.index} * place->blocks + b] = {self.name(step.node)};")
 
@@ -360,6 +362,8 @@ class Blocks(Writer):
         yield
         yield
         self.write(sink)
+
+    sink_accumulate = sink_store
 
     def write(self, sink: Sink) -> None:
         """Store an element in values or residual, or add it to a fold."""

@@ -1,5 +1,4 @@
-"""C over the entries of a selection, which a sweep stages, then stores, and which decoding visits.
-Also the tables of rules per step and sink."""
+"""C over the entries of a selection: a sweep stages, then stores them, and decoding visits them."""
 
 from __future__ import annotations
 
@@ -11,21 +10,7 @@ from gradwire.lang.emit.c_blocks import Blocks
 from gradwire.lang.emit.c_nodes import MEMORY, code_cell
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import RUN, planes, run_nbytes
-from gradwire.lang.sweeps import (
-    Fold,
-    LookUp,
-    Loop,
-    Partial,
-    Put,
-    Recall,
-    Rotate,
-    Scalars,
-    Sink,
-    Stage,
-    Step,
-    Unpack,
-    Visit,
-)
+from gradwire.lang.sweeps import Loop, Scalars, Sink, Stage, Step, Visit
 
 
 class GroupRows(Blocks):
@@ -33,7 +18,7 @@ class GroupRows(Blocks):
 
     # steps ---------------------------------------------------------------------------------------
 
-    def stage(self, step: Stage) -> None:
+    def step_stage(self, step: Stage) -> None:
         """Stage the elements of this group that may be selected, with the gathered values."""
         with self.over_blocks(step.loop.operands), self.sparsely(step.loop):
             self.arrays(step.loop)
@@ -56,7 +41,7 @@ class GroupRows(Blocks):
             ranked = int(passes.is_ranked(self.program))
             self.put(f"trim(staging, {2 + len(self.gathered)}, {ranked});")
 
-    def visit(self, step: Visit) -> None:
+    def step_visit(self, step: Visit) -> None:
         """Process every entry of this block in a payload."""
         base, cursor = self.received(step.selection)
         with self.over_blocks(step.loop.operands), self.sparsely(step.loop):
@@ -224,29 +209,3 @@ def rank_function(group: GroupRows, index: int, reduction: Node) -> str:
                 put(f"partials[PARTIALS * place->blocks + {index}] = value;")
             put("partials += floats_of(row->numel);")
     return "\n".join([*group.lines, ""])
-
-
-GroupRows.STEPS = {
-    Scalars: GroupRows.scalars,
-    Recall: GroupRows.recall,
-    Loop: GroupRows.element_loop,
-    Unpack: GroupRows.unpack,
-    LookUp: GroupRows.look_up,
-    Rotate: GroupRows.rotate,
-    Stage: GroupRows.stage,
-    Visit: GroupRows.visit,
-    Fold: GroupRows.fold,
-    Put: GroupRows.put_field,
-    Partial: GroupRows.partial,
-}
-
-GroupRows.SINKS = {
-    "reduce": GroupRows.sink_reduce,
-    "keep": GroupRows.sink_keep,
-    "rotate": GroupRows.sink_rotate,
-    "sample": GroupRows.sink_sample,
-    "key": GroupRows.sink_key,
-    "field": GroupRows.sink_field,
-    "store": GroupRows.sink_store,
-    "accumulate": GroupRows.sink_store,
-}

@@ -1,4 +1,4 @@
-"""C expressions: a rule per operation of the IR, and the writer of a function's text.
+"""C expressions: a rule `node_OP` per operation of the IR, and the writer of a function's text.
 
 Names in the generated code: nI is the value of node I, aI its elements in an array, sI its numbers
 of blocks, cI codes to be packed, kI keys of a selection. A trailing underscore marks the storage of
@@ -8,7 +8,7 @@ the whole group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from gradwire.lang import ir, passes
@@ -142,7 +142,7 @@ class Writer:
         self.put(f"{values} *restrict values = call->large ? fresh : to;")
 
     def define(self, n: Node) -> None:
-        self.put(f"const {register(n)} {self.name(n)} = {NODES[n.op](self, n)};")
+        self.put(f"const {register(n)} {self.name(n)} = {getattr(self, f'node_{n.op}')(n)};")
 
     def name(self, n: Node) -> str:
         """The expression that reads a node: a literal, an argument, a local or an array element."""
@@ -281,17 +281,3 @@ class Writer:
 
     def field(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)
-
-
-NODES: dict[str, Callable[..., str]] = {
-    "alu": Writer.node_alu,
-    "lookup": Writer.node_lookup,
-    "cast": Writer.node_cast,
-    "load": Writer.node_load,
-    "field": Writer.node_field,
-    "random": Writer.node_random,
-    "index": Writer.node_index,
-    "reduce": Writer.node_reduce,
-    "keep": Writer.node_keep,
-    "gather": Writer.node_gather,
-}

@@ -38,7 +38,7 @@ from gradwire.lang.sweeps import Partial
 if TYPE_CHECKING:  # sources are also generated without torch
     import torch
 
-NODES = Kernel.RULES
+NODES = {op for op in ir.OPS if hasattr(Kernel, f"node_{op}")}
 # emitted as part of other nodes: of keys, of stores and sums
 WITHIN = ("const", "select", "scatter")
 

@@ -226,10 +226,3 @@ class Kernel(Nodes):
             if self.index(f.name) < self.index(name)
         ]
         return f"{base} + tl.load(row + TAIL){''.join(sizes)}"
-
-
-Kernel.RULES = Nodes.RULES | {
-    "field": Kernel.node_field,
-    "gather": Kernel.node_gather,
-    "keep": Kernel.node_keep,
-}

@@ -1,4 +1,4 @@
-"""Triton expressions: a rule per operation, the stores of a sweep, and the kernel's text.
+"""Triton expressions: a rule `node_OP` per operation, the stores of a sweep, and the kernel's text.
 
 Names in the generated code: bI is node I of block scope, tI of tensor or constant scope; xI_C are
 its elements in view C (emit/triton.py). A trailing underscore marks values from the payload of a
@@ -8,9 +8,8 @@ peer.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from gradwire.lang import ir, passes
 from gradwire.lang.emit import ALU, cast, stream_name, triton_rows
@@ -36,7 +35,6 @@ OPERANDS = {"alu": 3, "lookup": 1, "cast": 1, "keep": 2, "gather": 1, "reduce": 
 class Nodes:
     """The text of the kernel of one sweep, for elements, blocks and rows."""
 
-    RULES: ClassVar[dict[str, Callable[..., str | None]]]
     only: str | None = None  # condition that restricts loads of elements; None: all
 
     def __init__(self, program: ir.Function, layout: Layout, native: str) -> None:
@@ -149,7 +147,7 @@ class Nodes:
     def compute(self, n: Node, view: int) -> None:
         """Emit the computation of a value."""
         name = self.name(n, view)
-        text = self.RULES[n.op](self, n, view)
+        text = getattr(self, f"node_{n.op}")(n, view)
         if text is not None:
             self.put(f"{name} = {text}")
         self.memo[of_view(n, view)] = name
@@ -362,18 +360,3 @@ def of_view(n: Node, view: int) -> tuple[Node, int]:
 def is_wide(n: Node) -> bool:
     """Whether it is computed for every element: nodes of element and selection scope."""
     return n.scope in (Scope.SELECTION, Scope.ELEMENT)
-
-
-Nodes.RULES = {
-    "alu": Nodes.node_alu,
-    "cast": Nodes.node_cast,
-    "lookup": Nodes.node_lookup,
-    "field": Nodes.node_field,
-    "fold": Nodes.node_fold,
-    "index": Nodes.node_index,
-    "load": Nodes.node_load,
-    "param": Nodes.node_param,
-    "random": Nodes.node_random,
-    "reduce": Nodes.node_reduce,
-    "rotate": Nodes.node_rotate,
-}
