@@ -83,6 +83,9 @@ class Device(Kernels):
 
     def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
         self.device = device()
+        from gradwire.lang.emit import triton_reductions, triton_selection  # import triton
+
+        self.complete, self.selection = triton_reductions.complete, triton_selection
         super().__init__(codec, dtype, target)
         self.steps = load(triton.source(codec, dtype)).STEPS
         self.options = options(self.layout, warp=64 if torch.version.hip else 32)
@@ -139,6 +142,7 @@ class Launches:
 
     def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
+        self.selection = device.selection
         self.failed = failed
         n = len(divided.table)
         self.table, self.origins = self.uploaded()
@@ -181,13 +185,11 @@ class Launches:
 
     def complete(self, index: int, number: int, kind: str) -> None:
         """Reduce a sweep's partial results to `number` results per row, from `index` on."""
-        from gradwire.lang.emit import triton_reductions
-
         columns, done = triton_rows.power2(self.divided.blocks), 0
         while done == 0 or columns > 1:
             columns = max(1, columns // REDUCED)
             self.common(
-                triton_reductions.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
+                self.device.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
@@ -196,13 +198,11 @@ class Launches:
 
     def survey(self, peers: bool) -> None:
         """Count the entries or kept blocks before every block of received payloads."""
-        from gradwire.lang.emit import triton_selection
-
         payloads = self.call.payloads if peers else 1
         flags = any(f.flag is not None for f in self.layout.fields)
         if payloads:
             self.common(
-                triton_selection.survey, (self.rows[1], payloads),
+                self.selection.survey, (self.rows[1], payloads),
                 self.table, self.words, self.failed, self.call.stride, int(peers),
                 BLOCK=self.layout.block, FLAGS=flags, CHUNK=CHUNK,
             )  # fmt: skip
@@ -213,31 +213,27 @@ class Launches:
 
     def select(self, ranked: bool) -> None:
         """Compute the threshold, ties and entries before every block from a sweep's keys."""
-        from gradwire.lang.emit import triton_selection
-
         if ranked:
             self.cut(COLUMN["capacity"])
         self.common(
-            triton_selection.tally, (self.divided.number,), *self.rows, self.words,
+            self.selection.tally, (self.divided.number,), *self.rows, self.words,
             **self.tile, J=triton_rows.power2(self.layout.block),
         )  # fmt: skip
         self.common(
-            triton_selection.scan, (self.rows[1],), self.table, self.words,
+            self.selection.scan, (self.rows[1],), self.table, self.words,
             BLOCK=self.layout.block, CHUNK=CHUNK,
         )  # fmt: skip
 
     def cut(self, column: int, every: int = 1, index: int = -1) -> None:
         """Find the k-th largest key, with k in a column of the table, as reduction `index`."""
-        from gradwire.lang.emit import triton_selection
-
         size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
         for shift in SHIFTS:
             self.common(
-                triton_selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
+                self.selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
                 **self.tile, SIZE=size, EVERY=every,
             )  # fmt: skip
             self.common(
-                triton_selection.pick, (self.rows[1],),
+                self.selection.pick, (self.rows[1],),
                 self.table, self.words, self.workspace, shift, column, index,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, SAMPLE=index >= 0,
             )  # fmt: skip
