@@ -149,7 +149,7 @@ class Kernels:
     concurrently on different rows.
 
     Attributes:
-        target: a key of `kernels.BACKENDS`. Codecs with matrices are interpreted on every target,
+        target: one of `kernels.TARGETS`. Codecs with matrices are interpreted on every target,
             since torch's BLAS does their work. torch runs the forms of `Exact`: on the CPU for c
             and eager.
         layout: of the payloads.

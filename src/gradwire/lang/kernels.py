@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -109,18 +109,7 @@ class Library(Kernels):
         return CodecError(f"row {row} of {form}: malformed payload for {self.codec!r}")
 
 
-def _gpu(codec: Codec, dtype: torch.dtype, target: str) -> Kernels:
-    from gradwire.lang import gpu  # loads the emitter, which few processes need
-
-    return gpu.Device(codec, dtype, target)
-
-
-BACKENDS: dict[str, Callable[[Codec, torch.dtype, str], Kernels]] = {
-    "c": Library,
-    "eager": eager.Interpreter,
-    "triton": _gpu,
-}
-TARGETS = ("auto", *BACKENDS)
+TARGETS = ("auto", "c", "eager", "triton")
 MEND = "install a C compiler (apt install gcc), or a wheel that carries kernels"
 
 
@@ -163,8 +152,13 @@ def kernels(
 def _made(codec: Codec, dtype: torch.dtype, target: str) -> Kernels:
     if isinstance(codec, Exact):
         return ExactForms(codec, dtype, target)
-    fused = forms.derive(codec, native_name(dtype)).fused
-    return BACKENDS[target if fused else "eager"](codec, dtype, target)
+    if target == "eager" or not forms.derive(codec, native_name(dtype)).fused:
+        return eager.Interpreter(codec, dtype, target)
+    if target == "c":
+        return Library(codec, dtype, target)
+    from gradwire.lang import gpu  # loads the emitter, which few processes need
+
+    return gpu.Device(codec, dtype, target)
 
 
 def needs_compiling(codec: Codec) -> bool:

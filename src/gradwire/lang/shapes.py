@@ -48,16 +48,6 @@ def shape_of(n: Node) -> Shape:
     return shapes[0]
 
 
-def matrix(n: Node, operator: str) -> Node:
-    """The node, if it is a matrix of numbers; else a `LanguageError`."""
-    if n.scope is not Scope.MATRIX:
-        found = "a condition" if n.dtype == "bool" else f"of {n.scope.name.lower()} scope"
-        raise mistake(f"{operator}: takes a matrix; this is {found}")
-    if n.dtype == "bool":
-        raise mistake(f"{operator}: takes numbers: use where(condition, 1, 0)")
-    return n
-
-
 def none(n: Node, operator: str) -> None:
     """Raise `LanguageError` if the node is a matrix."""
     if n.scope is Scope.MATRIX:
@@ -69,30 +59,3 @@ def alike(nodes: Iterable[Node]) -> None:
     shapes = list(dict.fromkeys(shape_of(n) for n in nodes if n.scope is Scope.MATRIX))
     if len(shapes) > 1:
         raise mistake(f"matrices of {shapes[0]} and {shapes[1]} cannot be combined elementwise")
-
-
-def product(a: Node, b: Node) -> None:
-    """Raise `LanguageError` unless A and B have the same number of columns."""
-    left, right = shape_of(a), shape_of(b)
-    if left.columns != right.columns:
-        raise mistake(
-            f"matmul: multiplies by the second matrix transposed, so both need the same number "
-            f"of columns; these are {left} and {right}",
-        )
-
-
-def factors(n: Node, rank: int) -> None:
-    """Raise `LanguageError` if the rank exceeds the number of columns."""
-    columns = shape_of(n).columns
-    if isinstance(columns, int) and rank > columns:
-        raise mistake(f"decomp: rank={rank} for {columns} columns: it must be 1 to {columns}")
-
-
-def flat(n: Node) -> None:
-    """Raise `LanguageError` unless the matrix has a shape that `matrix` gives the row."""
-    found = shape_of(n)
-    if not isinstance(found.columns, int) or found != of_row(found.columns):
-        raise mistake(
-            f"elements: a matrix of {found} does not hold the row's values; one that does is "
-            "ceil(n / columns) x columns, as matrix(x, columns) is",
-        )

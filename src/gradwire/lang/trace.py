@@ -85,6 +85,13 @@ _OF_NUMPY = {
 }  # fmt: skip
 
 
+def _refused(why: str) -> Any:
+    def refuse(*_: object) -> Value:
+        raise mistake(why)
+
+    return refuse
+
+
 _Operator = Callable[["Value", object], "Value"]
 
 
@@ -124,21 +131,11 @@ class Value:
         trace.block = size
         return Value(self.node, blocked=True, within=True)
 
-    def __bool__(self) -> bool:
-        raise mistake("a symbol has no truth value while tracing: use where()")
-
-    def __iter__(self) -> Iterator[Value]:
-        raise mistake("a symbol cannot be iterated: operators act on all elements")
-
-    def __getitem__(self, item: object) -> Value:
-        raise mistake("a symbol cannot be indexed: use topk(), filter() or sort()")
-
-    def __len__(self) -> int:
-        raise mistake("the number of values is not known while tracing: use count()")
-
-    def __float__(self) -> float:
-        raise mistake(f"a symbol is not a number while tracing: {_OPERATORS}")
-
+    __bool__ = _refused("a symbol has no truth value while tracing: use where()")
+    __iter__ = _refused("a symbol cannot be iterated: operators act on all elements")
+    __getitem__ = _refused("a symbol cannot be indexed: use topk(), filter() or sort()")
+    __len__ = _refused("the number of values is not known while tracing: use count()")
+    __float__ = _refused(f"a symbol is not a number while tracing: {_OPERATORS}")
     __int__ = __index__ = __complex__ = __float__
 
     def __format__(self, form: str) -> str:
@@ -207,20 +204,13 @@ class Value:
         return apply("not", self)
 
 
-def _refused(operator: str) -> Any:
-    def refuse(*_: object) -> Value:
-        raise mistake(f"symbols have no operator {operator}: {_OPERATORS}")
-
-    return refuse
-
-
 for _name, _operator in {
     "rpow": "**", "mod": "%", "rmod": "%", "floordiv": "//", "rfloordiv": "//", "divmod": "divmod",
     "rdivmod": "divmod", "matmul": "@", "rmatmul": "@", "xor": "^", "rxor": "^", "lshift": "<<",
     "rlshift": "<<", "rshift": ">>", "rrshift": ">>", "round": "round", "trunc": "trunc",
     "floor": "math.floor", "ceil": "math.ceil", "contains": "in", "setitem": "x[...] =",
 }.items():  # fmt: skip
-    setattr(Value, f"__{_name}__", _refused(_operator))
+    setattr(Value, f"__{_name}__", _refused(f"symbols have no operator {_operator}: {_OPERATORS}"))
 
 
 @dataclass(frozen=True)
