@@ -159,7 +159,7 @@ def _runner() -> Callable[[int, int], int]:
     return run  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BoundSeries:
     """A series on one table. Its calls share the workspace, so they must not run concurrently.
 
