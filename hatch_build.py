@@ -23,7 +23,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = "gradwire/lang/libraries"  # where lang/prebuilt.py looks
+FOLDER = "gradwire/lang/libraries"  # where lang/native/prebuilt.py looks
 OLDEST_GLIBC = (2, 17)  # the oldest version with a manylinux tag on every architecture
 
 
@@ -40,7 +40,7 @@ class Kernels(BuildHookInterface[Any]):
         sys.path.insert(0, str(Path(self.root) / "src"))
         from gradwire import wheel
         from gradwire.errors import ConfigError
-        from gradwire.lang import build, isa, jit
+        from gradwire.lang.native import build, isa, jit
 
         try:
             levels = build.levels(os.environ.get("GRADWIRE_BUILD_ISA", "").split() or None)

@@ -37,9 +37,9 @@ MUTANTS = (
     Mutant(
         "c_decode_does_nothing", "a kernel leaves the values as they were",
         "gradwire/lang/emit/c_blocks.py",
-        '        self.put(f"{sink.name}[i] = {self.name(sink.node)};")',
+        '        self.put(f"{to} {self.name(sink.node)};")',
         '        if self.program.form != "decode":\n'
-        '            self.put(f"{sink.name}[i] = {self.name(sink.node)};")',
+        '            self.put(f"{to} {self.name(sink.node)};")',
         ("tests/lang/test_targets.py::test_forms_of_a_codec",),
     ),
     Mutant(
@@ -101,9 +101,9 @@ MUTANTS = (
     # The other targets.
     Mutant(
         "triton_takes_the_smaller", "a wrong comparison",
-        "gradwire/lang/emit/triton_text.py",
-        '"max": "tl.where({0} > {1}, {0}, {1})"',
-        '"max": "tl.where({0} < {1}, {0}, {1})"',
+        "gradwire/lang/emit/__init__.py",
+        "tl.where({0} > {1}, {0}, {1})",
+        "tl.where({0} < {1}, {0}, {1})",
         ("tests/lang/test_triton.py::test_triton_equals_eager",),
     ),
     Mutant(

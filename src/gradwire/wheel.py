@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradwire.codecs import variants
-from gradwire.lang import build
+from gradwire.lang.native import build
 from gradwire.transport import shm_library
 
 SHM = "shm"
@@ -23,5 +23,5 @@ def units(chosen: Iterable[str] | None = None) -> list[build.Unit]:
     codecs = None if names is None else [name for name in names if name != SHM]
     found = build.units(variants.prebuilt(codecs))
     if names is None or SHM in names:
-        found.append(build.Unit(SHM, shm_library.source(), shm_library.NAMES))
+        found.append(build.Unit(SHM, shm_library.source(), shm_library.SIGNATURES))
     return found

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from gradwire import __version__
 from gradwire.codecs import QSGD
 from gradwire.errors import ConfigError
-from gradwire.lang import gpu, jit, kernel_cache, native, prebuilt
-from gradwire.lang.kernels import MEND
+from gradwire.lang import gpu
+from gradwire.lang.kernels import MEND, Library
+from gradwire.lang.native import cache, jit, prebuilt
 from gradwire.transport import shm, shm_library
 from gradwire_tools import lab
 
@@ -45,8 +46,7 @@ def examine() -> Iterator[dict[str, Any]]:
     if not compiled["available"]:
         compiled["detail"] += f"; attach sends bf16 in place of codecs on the CPU: {MEND}"
     yield compiled
-    reason = gpu.missing()
-    how = "interpreted" if reason is None and gpu.interpreting() else "compiled"
+    how = "compiled" if (reason := gpu.missing()) or not gpu.interpreting() else "interpreted"
     yield _row("target triton", how, reason)
     yield _row("transport loopback", "threads of one process, for tests")
     gloo = dist.is_available() and dist.is_gloo_available()
@@ -77,6 +77,6 @@ def _counted(count: int, word: str) -> str:
 
 
 def _load_a_codec() -> str:
-    made = native.Library(QSGD(), torch.float32)
+    made = Library(QSGD(), torch.float32, "c")
     made.ready(["encode"])
-    return "prebuilt" if made.prebuilt else f"kernels are kept in {kernel_cache.folder()}"
+    return "prebuilt" if made.prebuilt else f"kernels are kept in {cache.folder()}"

@@ -12,7 +12,7 @@ from codec_calls import gradient, round_trip
 from gradwire.codecs import LearnedLevels
 from gradwire.errors import ConfigError
 from gradwire.lang import kernels
-from gradwire.lang.native import source
+from gradwire.lang.emit.c import source
 from products import one_in
 
 SIZE = 30_000

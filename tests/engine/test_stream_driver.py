@@ -19,9 +19,8 @@ from gradwire.algorithms import REGISTRY
 from gradwire.codecs import TopK
 from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator, Graph, Issue, Outcome
-from gradwire.lang import rng
-from gradwire.lang.gpu import Mark, Verdict
-from gradwire.lang.kernels import Kernels
+from gradwire.lang import Kernels, rng
+from gradwire.lang.call import Mark, Verdict
 from gradwire.partition import Spec
 from gradwire.transport import Hub
 from gradwire.transport.link import Posting

@@ -23,9 +23,10 @@ from codec_calls import gradient
 from gradwire import codecs
 from gradwire.codecs import Codec
 from gradwire.errors import CodecError
-from gradwire.lang import decode, encode, forms, jit, layout
+from gradwire.lang import decode, encode, forms, layout
 from gradwire.lang.emit import c, c_stack
 from gradwire.lang.layout import native_name
+from gradwire.lang.native import jit
 from products import EXHAUSTIVE
 from ranks import caught
 

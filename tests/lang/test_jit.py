@@ -17,7 +17,9 @@ import torch
 from ends import ends, finished
 from gradwire.codecs import QSGD, Identity
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, decode, encode, isa, jit, kernel_cache, kernels, native
+from gradwire.lang import ROW, decode, encode, kernels
+from gradwire.lang.kernels import Library
+from gradwire.lang.native import cache, isa, jit
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -73,7 +75,7 @@ def test_a_library_is_compiled_once(
     assert "compiling kernels" in caplog.text
     caplog.clear()
     jit._load.cache_clear()
-    kernel_cache._tell_of_compiling.cache_clear()
+    cache._tell_of_compiling.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(jit, "run", None)
         assert jit.load(SOURCE).answer() == 42
@@ -105,7 +107,7 @@ def test_more_flags_make_another_library_of_the_same_kernel(
     monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
     for number, flags in enumerate(("", "-O1", "-O1 -fno-such-optimisation")):
         monkeypatch.setenv("GRADWIRE_KERNEL_FLAGS", flags)
-        library = native.Library(Identity(), torch.float32)
+        library = Library(Identity(), torch.float32, "c")
         if "such" in flags:
             with pytest.raises(jit.CompileError, match="no-such-optimisation"):
                 library.ready(["encode"])

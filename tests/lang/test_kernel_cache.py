@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import ConfigError
-from gradwire.lang import gpu, isa, jit, kernel_cache, prebuilt
+from gradwire.lang import gpu
+from gradwire.lang.native import cache, isa, jit, prebuilt
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -29,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that the cache has for SOURCE."""
     with pytest.MonkeyPatch.context() as patch:
         assert answer(tmp_path_factory.mktemp("first"), patch) == 42
-        (file,) = kernel_cache.folder().glob("*.so")
+        (file,) = cache.folder().glob("*.so")
     return file
 
 
@@ -49,7 +50,7 @@ def test_a_broken_library_is_compiled_anew(
     file = tmp_path / library.name
     file.write_bytes(BROKEN[how](library.read_bytes()))
     assert answer(tmp_path, monkeypatch) == 42
-    assert kernel_cache.is_whole(file)
+    assert cache.is_whole(file)
     assert {path.suffix for path in tmp_path.iterdir()} == {".so", ".lock"}
 
 
@@ -108,10 +109,10 @@ def test_a_forked_worker_removes_its_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_announce", lambda reason: None)
+    monkeypatch.setattr(cache, "_announce", lambda reason: None)
 
     def work() -> None:
-        kernel_cache.put(tmp_path / "none" / "kernel", b"code")
+        cache.put(tmp_path / "none" / "kernel", b"code")
         assert len(list(tmp_path.glob("*/kernel"))) == 1
 
     worker = mp.get_context("fork").Process(target=work)
@@ -133,28 +134,28 @@ def test_a_folder_in_the_place_of_the_lock_does_no_harm(
 def test_a_lock_that_is_never_released_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.1)
-    with kernel_cache._locked(tmp_path / "a.lock"), kernel_cache._locked(tmp_path / "a.lock"):
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.1)
+    with cache._locked(tmp_path / "a.lock"), cache._locked(tmp_path / "a.lock"):
         pass
 
 
 def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, link = tmp_path / "cache", tmp_path / "link"
-    link.symlink_to(cache)
-    monkeypatch.setenv("GRADWIRE_CACHE", str(cache))
-    assert kernel_cache.folder().stat().st_mode & 0o077 == 0
+    place, link = tmp_path / "cache", tmp_path / "link"
+    link.symlink_to(place)
+    monkeypatch.setenv("GRADWIRE_CACHE", str(place))
+    assert cache.folder().stat().st_mode & 0o077 == 0
     monkeypatch.setenv("GRADWIRE_CACHE", str(link))
-    assert kernel_cache.folder() == cache.resolve()  # one's own link to one's own folder
+    assert cache.folder() == place.resolve()  # one's own link to one's own folder
 
     def refused(why: str) -> None:
-        for name in (cache, link):
+        for name in (place, link):
             with pytest.raises(ConfigError, match=f"GRADWIRE_CACHE=.*/{name.name}: .*{why}"):
                 answer(name, monkeypatch)
 
     for unsafe in (0o777, 0o1777, 0o770):
-        cache.chmod(unsafe)
-        refused(f"others can write to {cache} .*, and gradwire runs code from there")
-    cache.chmod(0o700)
+        place.chmod(unsafe)
+        refused(f"others can write to {place} .*, and gradwire runs code from there")
+    place.chmod(0o700)
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     refused(f"belongs to user {me}, ")
@@ -201,7 +202,7 @@ def test_what_else_is_code_is_not_where_others_can_write(
         prebuilt.loaded()
     assert jit.load(f"{SOURCE}// beside what is kept").answer() == 42
     (tmp_path / "file").touch()
-    kernel_cache._folder_of.cache_clear()
+    cache._folder_of.cache_clear()
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "file"))  # so a temporary folder is needed
     with (
         pytest.warns(RuntimeWarning, match="not a folder"),
@@ -227,13 +228,13 @@ def test_without_a_named_cache_the_folders_of_others_are_passed_over(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    assert kernel_cache.folder() == (tmp_path / "home" / "gradwire").resolve()
+    assert cache.folder() == (tmp_path / "home" / "gradwire").resolve()
     (tmp_path / "home" / "gradwire").chmod(0o777)
-    second = kernel_cache.folder()
+    second = cache.folder()
     assert second == (tmp_path / "tmp" / f"gradwire-{os.getuid()}").resolve()
     second.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="home/gradwire: others can write to .*; .*others can"):
-        third = kernel_cache.folder()
+        third = cache.folder()
     assert third.stat().st_mode & 0o077 == 0
 
 
@@ -248,10 +249,10 @@ def test_no_cache_depends_on_the_working_directory(
     monkeypatch.delenv("GRADWIRE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(home))
-    assert kernel_cache.folder() == (home / ".cache" / "gradwire").resolve()
+    assert cache.folder() == (home / ".cache" / "gradwire").resolve()
     for relative in (".", ""):  # an empty one gives /.cache where root may write
         monkeypatch.setenv("HOME", relative)
-        assert kernel_cache.folder() == (temporary / f"gradwire-{os.getuid()}").resolve()
+        assert cache.folder() == (temporary / f"gradwire-{os.getuid()}").resolve()
     monkeypatch.setenv("GRADWIRE_CACHE", "cache")
     with pytest.raises(ConfigError, match=r"^GRADWIRE_CACHE=cache: .*: give an absolute one"):
         jit.load(SOURCE)

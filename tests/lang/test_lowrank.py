@@ -8,9 +8,9 @@ from itertools import product as product_of
 import pytest
 import torch
 
-from gradwire.lang.lowrank import Compiled, Eager, Factored, LowRankSteps, product
+from gradwire.lang.lowrank import Compiled, Eager, Factored, product
 
-Made = Callable[[Sequence[Factored]], LowRankSteps]
+Made = Callable[[Sequence[Factored]], Eager]
 WAYS: dict[str, Made] = {"compiled": Compiled, "eager": Eager}
 SIDES = [(3, 9, 1), (12, 20, 2), (33, 17, 4), (64, 7, 3), (130, 64, 5), (66, 131, 33)]
 

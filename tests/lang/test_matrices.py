@@ -14,7 +14,6 @@ from test_verify import misplaced
 from codec_calls import SUMS, call, gradient, round_trip
 from gradwire.codecs import LowRank
 from gradwire.lang import Codec, eager, forms, ir, layout, shapes
-from gradwire.lang.call import Call
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import (
     abs,
@@ -194,6 +193,6 @@ def test_matrices_of_two_codecs_are_distinguished_by_shape() -> None:
 
 
 def test_an_empty_row_needs_no_matrix() -> None:
-    from gradwire.lang.rows import ROW
+    from gradwire.lang.call import ROW
 
-    eager.Interpreter(LowRank(), torch.float32).run("encode", np.zeros(1, ROW), Call())
+    eager.Interpreter(LowRank(), torch.float32, "eager").run("encode", np.zeros(1, ROW))

@@ -17,8 +17,9 @@ import torch
 
 from codec_calls import Result, call, gradient, payloads, unequal
 from gradwire import codecs
-from gradwire.lang import build, forms, isa, jit, layout
+from gradwire.lang import forms, layout
 from gradwire.lang.layout import native_name
+from gradwire.lang.native import build, isa, jit
 from products import one_in
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"

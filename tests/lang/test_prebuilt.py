@@ -19,9 +19,11 @@ from codec_calls import differing, fixed
 from gradwire import codecs
 from gradwire.codecs import variants
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, KernelCall, Kernels, Series, build, isa, jit, native, prebuilt
+from gradwire.lang import ROW, KernelCall, Series
 from gradwire.lang.emit import c
 from gradwire.lang.forms import FORMS
+from gradwire.lang.kernels import Library
+from gradwire.lang.native import build, isa, jit, prebuilt
 from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.xdist_group("prebuilt")  # one worker builds the libraries, once
@@ -53,7 +55,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make kernels for each test, since they depend on the environment here."""
     module = sys.modules["gradwire.lang.kernels"]
-    monkeypatch.setattr(module, "_made", module.Kernels)  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "_made", module._made.__wrapped__)
     prebuilt._loaded.cache_clear()
     yield
     prebuilt._loaded.cache_clear()
@@ -82,7 +84,7 @@ def test_every_level_equals_the_interpreter(
     exhaustive = pytestconfig.getoption("exhaustive")
     cases = [(label, torch.float32) for label in (LABELS if exhaustive else FEW)]
     cases += [(HALVED, torch.bfloat16)] if exhaustive else []
-    assert native.Library(CODECS[HALVED], torch.float32).prebuilt
+    assert Library(CODECS[HALVED], torch.float32, "c").prebuilt
     assert prebuilt.loaded()[1] == str(installed / f"kernels-{level.name}.so")
     for label, dtype in cases:
         for form in FORMS:
@@ -111,7 +113,7 @@ def test_kernels_of_other_code_are_never_used(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = CODECS["identity"]
-    assert native.Library(codec, torch.float32).prebuilt
+    assert Library(codec, torch.float32, "c").prebuilt
     changed = c.prelude() + "\n/* changed */\n"
     for owner, name, value in [
         (c, "prelude", lambda: changed),
@@ -120,7 +122,7 @@ def test_kernels_of_other_code_are_never_used(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             with pytest.raises(jit.CompileError, match="not among them"):
-                native.Library(codec, torch.float32).ready(["encode"])
+                Library(codec, torch.float32, "c").ready(["encode"])
 
 
 def test_a_series_runs_without_a_compiler(installed: Path) -> None:
@@ -128,15 +130,15 @@ def test_a_series_runs_without_a_compiler(installed: Path) -> None:
     payload = torch.zeros(1200, dtype=torch.uint8)
     rows = np.zeros(1, ROW)
     rows["values"], rows["payload"], rows["numel"] = values.data_ptr(), payload.data_ptr(), 300
-    made = Kernels(CODECS["identity"], torch.float32, "c")
+    made = Library(CODECS["identity"], torch.float32, "c")
     series = Series([KernelCall(made, "encode", 0, 1)], rows["numel"])
     assert series.bind(rows, torch.empty(0, dtype=torch.uint8)).run(0, 1) == 1
     assert torch.equal(payload.view(torch.float32), values)
 
 
 def test_low_rank_products_run_without_a_compiler(installed: Path) -> None:
-    functions, prebuilt_ones = prebuilt.functions(c.lowrank(), c.LOWRANK)
-    assert prebuilt_ones
+    functions, _ = prebuilt.find(c.lowrank(), c.LOWRANK)
+    assert functions is not None
     assert set(functions) == set(c.LOWRANK)
 
 
@@ -144,8 +146,8 @@ def test_kernels_that_are_not_prebuilt_are_compiled(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GRADWIRE_CC")
-    assert not native.Library(codecs.get("fp16"), torch.float32).prebuilt
-    assert not native.Library(codecs.get("identity"), torch.float16).prebuilt
+    assert not Library(codecs.get("fp16"), torch.float32, "c").prebuilt
+    assert not Library(codecs.get("identity"), torch.float16, "c").prebuilt
 
 
 def test_a_broken_library_is_skipped_and_reported(
@@ -160,14 +162,15 @@ def test_a_broken_library_is_skipped_and_reported(
     assert str(tmp_path) in reason
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     with pytest.raises(jit.CompileError, match="cannot be loaded"):
-        native.Library(codecs.get("identity"), torch.float32).ready(["encode"])
+        Library(codecs.get("identity"), torch.float32, "c").ready(["encode"])
 
 
 def test_torchs_openmp_runtime_is_the_only_one(libraries: Path) -> None:
     code = """
         import torch
         from gradwire import codecs, lang
-        from gradwire.lang import native, prebuilt
+        from gradwire.lang.kernels import Library
+        from gradwire.lang.native import prebuilt
 
         def runtimes():
             with open("/proc/self/maps") as maps:
@@ -178,7 +181,7 @@ def test_torchs_openmp_runtime_is_the_only_one(libraries: Path) -> None:
         x = torch.randn(100_000)
         payload = lang.encode(codecs.get("identity"), x, target="c")
         assert torch.equal(payload, x.view(torch.uint8))
-        assert native.Library(codecs.get("identity"), torch.float32).prebuilt
+        assert Library(codecs.get("identity"), torch.float32, "c").prebuilt
         assert runtimes() == before, runtimes()
     """
     environment = {"GRADWIRE_KERNELS": str(libraries), "GRADWIRE_CC": "no-such-compiler"}
@@ -223,7 +226,7 @@ def test_the_same_sources_give_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_ALWAYS", ())  # they take seconds to compile
-    text = c.prelude() + native.source(codecs.get("identity"), "fp32", ["encode"])
+    text = c.prelude() + c.source(codecs.get("identity"), "fp32", ["encode"])
     units, made = [build.Unit("identity fp32", text, ("encode",))], []
     for folder in (tmp_path / "a", tmp_path / "deeper" / "b"):
         (row,) = build.build(units, isa.supported()[:1], folder, jobs=1)

@@ -15,8 +15,8 @@ import torch
 from codec_calls import SUMS, call, differing, fixed, gradient, round_trip
 from gradwire.codecs import TopK
 from gradwire.lang import ROW, Codec, Payload, Value, kernels
+from gradwire.lang.emit.c import source
 from gradwire.lang.forms import FORMS
-from gradwire.lang.native import source
 from gradwire.lang.ops import (
     abs,
     bf16,

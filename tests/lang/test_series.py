@@ -13,6 +13,7 @@ from gradwire.codecs import QSGD, Cast, Codec, Identity, LowRank, OneBit, TopK
 from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import ROW, KernelCall, Kernels, Series, kernels
 from gradwire.lang.forms import FORMS
+from gradwire.lang.kernels import Library
 
 MIX: list[Codec] = [
     *(QSGD(bits=bits) for bits in (2, 3, 8)),
@@ -205,7 +206,7 @@ def test_forms_are_compiled_when_a_series_is_prepared(monkeypatch: pytest.Monkey
     rows["numel"] = 5
     values, payload = torch.arange(5.0), torch.zeros(20, dtype=torch.uint8)
     rows["values"], rows["payload"] = values.data_ptr(), payload.data_ptr()
-    made = Kernels(Identity(), torch.float32, "c")  # nothing is compiled
+    made = Library(Identity(), torch.float32, "c")  # nothing is compiled
     series = Series([KernelCall(made, "encode", 0, 1)], rows["numel"])
     assert series.bind(rows, torch.empty(0, dtype=torch.uint8)).run(0, 1) == 1
     assert torch.equal(payload.view(torch.float32), values)
@@ -213,6 +214,6 @@ def test_forms_are_compiled_when_a_series_is_prepared(monkeypatch: pytest.Monkey
         Series([KernelCall(made, "code", 0, 1)], rows["numel"])
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
-    made = Kernels(Identity(), torch.float32, "c")
+    made = Library(Identity(), torch.float32, "c")
     with pytest.raises(ConfigError, match="no-such-compiler is not a program"):
         Series([KernelCall(made, "encode", 0, 1)], rows["numel"])

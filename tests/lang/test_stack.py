@@ -23,9 +23,10 @@ from gradwire.codecs import (
     ThreeLC,
     TopK,
 )
-from gradwire.lang import LanguageError, jit, kernels, layout, native
+from gradwire.lang import LanguageError, kernels, layout
 from gradwire.lang.emit import c, c_stack
 from gradwire.lang.forms import FORMS
+from gradwire.lang.native import jit
 from gradwire.lang.ops import (
     abs,
     concat,
@@ -102,7 +103,7 @@ def test_large_blocks_leave_the_same_bytes(codec: Codec, pytestconfig: pytest.Co
 )
 def test_frames_are_small(codec: Codec, tmp_path: Path) -> None:
     """By gcc's -fstack-usage: a sweep and the copy that it calls take twice the largest frame."""
-    text = c.prelude() + native.source(codec, "fp32", LARGEST)
+    text = c.prelude() + c.source(codec, "fp32", LARGEST)
     (tmp_path / "a.c").write_text(text, "utf-8")
     flags = [flag for flag in jit.FLAGS if flag != "-shared"]
     subprocess.run(["gcc", *flags, "-fstack-usage", "-c", "a.c"], cwd=tmp_path, check=True)
@@ -114,7 +115,7 @@ def test_frames_are_small(codec: Codec, tmp_path: Path) -> None:
 def test_every_thread_has_room_for_large_arrays() -> None:
     for codec in [*CODECS, *SMALL]:
         large = codec in CODECS
-        assert (c_stack.scratch_nbytes(native.source(codec, "fp32")) > 0) == large, codec
+        assert (c_stack.scratch_nbytes(c.source(codec, "fp32")) > 0) == large, codec
         numels, made = torch.tensor([1]).numpy(), kernels(codec, target="c", forms=())
         needed = [made.workspace_nbytes(numels, threads) for threads in (1, 3)]
         if large:

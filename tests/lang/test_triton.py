@@ -24,7 +24,7 @@ from gradwire import codecs
 from gradwire.codecs import QSGD, Codec, GradDrop, HardThreshold, Identity, LowRank
 from gradwire.errors import ConfigError
 from gradwire.lang import encode, ir, kernels, layout, show
-from gradwire.lang.emit import triton
+from gradwire.lang.emit import ALU, CASTS, triton
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import abs, concat, map, reduce, uint
 from products import EXHAUSTIVE
@@ -156,9 +156,9 @@ def test_every_form_equals_eager(interpreting: ProcessPoolExecutor, case: Case) 
 
 
 def test_the_rules_are_complete() -> None:
-    assert set(triton.ALU) == set(ir.ALU)
+    assert set(ALU) == set(ir.ALU)
     casts = {("code" if d in ir.CODES else d, r) for d, r in (("uint4", "zero"), ("trit", "zero"))}
-    assert casts <= set(triton.CASTS)
+    assert casts <= set(CASTS)
     assert {*triton.NODES, *triton.WITHIN} == set(ir.OPS) - set(ir.UNFUSED)
 
 

@@ -92,7 +92,7 @@ def compiled(codec: Codec, form: str, target: str) -> list[Any]:
             target=gpu_target,
             options=options,
         )
-        for step, kernel, *_ in gpu.load(gpu.source(codec)).STEPS[form]
+        for step, kernel, *_ in gpu.load(triton.source(codec)).STEPS[form]
         if step == "sweep"
     ]
 

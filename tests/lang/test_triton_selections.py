@@ -132,7 +132,7 @@ def test_kernels_stay_in_their_workspace(interpreting: ProcessPoolExecutor, code
 @EXHAUSTIVE
 def test_the_table_agrees_with_the_layout() -> None:
     """Offsets in a payload and capacities, for all rows at once."""
-    from gradwire.lang.rows import ROW
+    from gradwire.lang.call import ROW
 
     rows = np.zeros(5, ROW)
     rows["numel"] = sizes = [1, 79, 4096, 10_001, 100_000]

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.lang import isa
+from gradwire.lang.native import isa
 from loopback import host_network
 from products import EXHAUSTIVE
 
@@ -46,7 +46,8 @@ TRAINING = r"""
     from torch.nn.parallel import DistributedDataParallel
 
     import gradwire as gw
-    from gradwire.lang import kernels, prebuilt
+    from gradwire.lang import kernels
+    from gradwire.lang.native import prebuilt
     from gradwire.transport import shm_library
 
     warnings.simplefilter("error", RuntimeWarning)  # the fallback to eager is one

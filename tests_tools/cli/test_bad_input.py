@@ -18,7 +18,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from command_line import refusal, run
-from gradwire.lang import jit
+from gradwire.lang.native import jit
 from gradwire.planner import kernel_costs
 from gradwire_tools.bench import interleaved
 from gradwire_tools.bench.adapt.record import Recording

@@ -12,7 +12,8 @@ import pytest
 from command_line import refusal, rows_of, run
 from gradwire import codecs
 from gradwire.aggregators import registry
-from gradwire.lang import gpu, jit
+from gradwire.lang import gpu
+from gradwire.lang.native import jit
 from gradwire_tools import doctor
 from gradwire_tools.bench.network import network
 from gradwire_tools.cli import main

@@ -53,10 +53,10 @@ def sources(open_folder: Path) -> str:
     """A folder for importing `gradwire_tools.lab`, readable by all users, without torch."""
     folder = open_folder / "sources"
     shutil.copytree(LAB, folder / "gradwire_tools" / "lab")
-    (folder / "gradwire" / "lang").mkdir(parents=True)
-    for module in ("errors.py", "lang/isa.py", "lang/jit.py", "lang/kernel_cache.py"):
+    (folder / "gradwire" / "lang" / "native").mkdir(parents=True)
+    for module in ("errors.py", *(f"lang/native/{name}.py" for name in ("isa", "jit", "cache"))):
         shutil.copy(LIBRARY / module, folder / "gradwire" / module)
-    for package in ("gradwire", "gradwire/lang", "gradwire_tools"):
+    for package in ("gradwire", "gradwire/lang", "gradwire/lang/native", "gradwire_tools"):
         (folder / package / "__init__.py").touch()
     return str(folder)
 

@@ -16,7 +16,7 @@ import torch
 from gradwire.aggregators.protocol import Context
 from gradwire.errors import CodecError
 from gradwire.lang import Codec, kernels, rng
-from gradwire.lang.rows import ROW, check_memory
+from gradwire.lang.call import ROW, check_memory
 
 _PHASE = 1 << 32  # of the random numbers here; the encodings of collectives have small ones
 

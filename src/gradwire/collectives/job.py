@@ -20,7 +20,7 @@ from gradwire.engine.message import Envelope, check, seal, version_of
 from gradwire.engine.runs import Outgoing
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
-from gradwire.lang.rows import check_memory
+from gradwire.lang.call import check_memory
 from gradwire.partition import Spec
 from gradwire.transport import Loan
 

@@ -15,8 +15,7 @@ from gradwire.collectives.options import Options
 from gradwire.engine import Communicator, Kind
 from gradwire.engine.message import Envelope, Headers
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, KernelCall, Series, fingerprint, kernels, layout
-from gradwire.lang.kernels import Kernels
+from gradwire.lang import Codec, KernelCall, Kernels, Series, fingerprint, kernels, layout
 from gradwire.partition import Spec
 
 log = logging.getLogger("gradwire")

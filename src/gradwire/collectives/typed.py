@@ -24,8 +24,8 @@ from gradwire.collectives.operation import OPS, Operation
 from gradwire.collectives.options import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, rng
+from gradwire.lang.call import check_memory
 from gradwire.lang.codec import check_codec
-from gradwire.lang.rows import check_memory
 from gradwire.partition import Spec
 
 _operation = lru_cache(maxsize=256)(Operation)

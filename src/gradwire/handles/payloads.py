@@ -20,9 +20,9 @@ import torch
 
 from gradwire.codecs import Identity
 from gradwire.handles.fsdp import Piece
-from gradwire.lang import Codec, layout
-from gradwire.lang.kernels import Kernels, for_device
-from gradwire.lang.rows import ROW, check_memory
+from gradwire.lang import Codec, Kernels, layout
+from gradwire.lang.call import ROW, check_memory
+from gradwire.lang.kernels import for_device
 
 _ONES = 255  # a byte
 

@@ -14,9 +14,9 @@ from gradwire.lang.source import LanguageError
 from gradwire.lang.trace import Payload, Value
 
 try:
-    from gradwire.lang import rng
-    from gradwire.lang.kernels import Kernels, decode, encode, kernels
-    from gradwire.lang.rows import ROW
+    from gradwire.lang import contraction, rng
+    from gradwire.lang.call import ROW, Kernels
+    from gradwire.lang.kernels import decode, encode, kernels
     from gradwire.lang.series import KernelCall, Series
 except ModuleNotFoundError as missing:
     # Wheels are built without torch: codecs compile there, but do not run. Attributes are not lazy,
@@ -26,5 +26,6 @@ except ModuleNotFoundError as missing:
 
 __all__ = [
     "ROW", "Codec", "Exact", "KernelCall", "Kernels", "LanguageError", "Layout", "Payload",
-    "Series", "Value", "decode", "encode", "fingerprint", "kernels", "layout", "rng", "show",
+    "Series", "Value", "contraction", "decode", "encode", "fingerprint", "kernels", "layout", "rng",
+    "show",
 ]  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import fields
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradwire.errors import ConfigError
 from gradwire.lang.trace import Payload, Value
@@ -40,6 +40,10 @@ class Codec:
     """
 
     __signature__ = _Signature()
+
+    # What those who know codecs find out about one: forms.py and contraction.py set these.
+    _operators: ClassVar[Callable[[Codec], tuple[str, ...]]]
+    _worst_error: ClassVar[Callable[[Codec], float]]
 
     def __new__(cls, *args: object, **options: object) -> Self:
         # Kernels are cached by codec, and ranks compare its text: both must depend on options only.
@@ -108,9 +112,7 @@ class Codec:
         random numbers is biased. A codec that draws some and is biased nevertheless says so by a
         property of its own.
         """
-        from gradwire.lang.forms import derive  # which knows codecs
-
-        operators = derive(self, "fp32").operators
+        operators = self._operators()
         return "random" not in operators and not {*operators} <= {"concat", "extract"}
 
     @property
@@ -121,9 +123,7 @@ class Codec:
         encoded, for every input. That is measured, on inputs that quantisers are worst at. A codec
         that knows, or bounds them in another way, says so by a property or a class attribute.
         """
-        from gradwire.lang.contraction import worst_error  # which knows codecs, and torch
-
-        return worst_error(self) <= 1 + 2**-8  # what rounding to bf16 adds
+        return self._worst_error() <= 1 + 2**-8  # what rounding to bf16 adds
 
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""

@@ -25,6 +25,9 @@ def worst_error(codec: Codec) -> float:
     return max(_error(codec, values, draws) for values in _inputs(layout(codec).block))
 
 
+Codec._worst_error = worst_error
+
+
 def _inputs(block: int) -> Iterator[torch.Tensor]:
     block = max(block, 2)
     blocks = max(2, _LEAST // block)

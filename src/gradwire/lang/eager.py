@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from gradwire.lang import forms, ir, rng, semantics
-from gradwire.lang.call import Call
+from gradwire.lang.call import Call, Kernels
 from gradwire.lang.codec import Codec
 from gradwire.lang.eager_memory import RowMemory, RowPart, in_runs
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import RUN, Layout, layout, native_name
+from gradwire.lang.layout import RUN, Layout, native_name
 from gradwire.lang.semantics import ALU, REDUCE, TORCH
 
 PART = 1 << 20  # values evaluated at once: bounds memory and keeps temporaries in cache
@@ -30,16 +30,15 @@ PART = 1 << 20  # values evaluated at once: bounds memory and keeps temporaries 
 Tensor = torch.Tensor
 
 
-class Interpreter:
+class Interpreter(Kernels):
     """Target eager: a codec's forms, evaluated node by node."""
 
-    def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
+    def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
+        super().__init__(codec, dtype, target)
         self.native = native_name(dtype)
         self.derived = forms.derive(codec, self.native)
-        self.layout = layout(codec, dtype)
 
-    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
-        """The backend's one method; see `kernels.Backend`."""
+    def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
         program = self.derived.programs[form]
         for row in rows:
             if row["numel"] > 0:

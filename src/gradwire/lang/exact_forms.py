@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import ConfigError
-from gradwire.lang.call import Call
+from gradwire.lang.call import Call, Kernels
 from gradwire.lang.eager_memory import view
 from gradwire.lang.exact import Exact
 
@@ -33,24 +33,21 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
 }
 PIECE = 1 << 18  # values: small enough for the cache, large enough for eight threads
-_COPIES = ("encode", "decode")
-_REDUCING = ("decode_add", "decode_sum", "reduce_encode")
 
 
-class ExactForms:
-    """The backend of `Exact` on all targets. `ConfigError` if target triton is not available.
+class ExactForms(Kernels):
+    """The kernels of `Exact` on all targets. `ConfigError` if target triton is not available.
 
     Attributes:
-        device: of the rows' memory; with several GPUs, the current one.
         piece: values reduced at a time.
     """
 
     def __init__(self, codec: Exact, dtype: torch.dtype, target: str) -> None:
-        self.codec, self.dtype = codec, dtype
-        self.device = torch.device("cpu")
+        super().__init__(codec, dtype, target)
+        self.op = codec.op
         self.piece = PIECE
         if target == "triton":
-            from gradwire.lang import gpu  # imports triton
+            from gradwire.lang import gpu  # loads the emitter, which few processes need
 
             self.device = gpu.device()
             self.piece = 2**63 - 1  # on a GPU a launch costs more than a cache miss
@@ -60,42 +57,39 @@ class ExactForms:
         for form in forms:
             if form.endswith("_ef"):
                 raise ConfigError(f"{self.codec} is lossless: use it without error feedback")
-            if form not in _COPIES and not self.codec.op:
+            if form not in ("encode", "decode") and not self.op:
                 raise ConfigError(f"{self.codec} only copies, but {form!r} reduces: give it an op")
 
-    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
-        """The backend's one method; see `kernels.Backend`."""
+    def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
         self.ready([form])
         scales = self.dtype.is_floating_point or self.dtype.is_complex
         assert scales or call.factor == 1, f"{self.dtype} values times {call.factor}"
         for row in rows:
             if row["numel"] > 0:
-                getattr(self, f"_{form}")(row, call)
+                self._run_row(form, row, call)
 
-    def _encode(self, row: np.void, call: Call) -> None:
-        self._bytes(row, "payload").copy_(self._bytes(row, "values"))
-
-    def _decode(self, row: np.void, call: Call) -> None:
-        self._bytes(row, "values").copy_(self._bytes(row, "payload"))
-        if call.factor != 1:
-            self._numbers(row, "values").mul_(call.factor)
-
-    def _decode_add(self, row: np.void, call: Call) -> None:
-        values = self._numbers(row, "values")
-        self._reduce([values, self._numbers(row, "payload")], 1.0, [values])
-
-    def _decode_sum(self, row: np.void, call: Call) -> None:
-        self._reduce(self._contributions(row, call), call.factor, [self._numbers(row, "values")])
-
-    def _reduce_encode(self, row: np.void, call: Call) -> None:
-        written = [self._numbers(row, "values"), self._numbers(row, "payload")]
+    def _run_row(self, form: str, row: np.void, call: Call) -> None:
+        if form == "encode":
+            self._bytes(row, "payload").copy_(self._bytes(row, "values"))
+            return
+        if form == "decode":
+            self._bytes(row, "values").copy_(self._bytes(row, "payload"))
+            if call.factor != 1:
+                self._numbers(row, "values").mul_(call.factor)
+            return
+        written = [self._numbers(row, "values")]
+        if form == "decode_add":
+            self._reduce([*written, self._numbers(row, "payload")], 1.0, written)
+            return
+        if form == "reduce_encode":
+            written.append(self._numbers(row, "payload"))
         self._reduce(self._contributions(row, call), call.factor, written)
 
     def _contributions(self, row: np.void, call: Call) -> list[Tensor]:
         """The payloads of a row and its own values, in rank order."""
         found = []
         if call.distances is not None:
-            peers = call.distances[: call.ranks - (call.rank >= 0)]
+            peers = call.distances[: call.payloads]
             found = [self._numbers(row, "source", distance) for distance in peers.tolist()]
         if call.rank >= 0:
             found.insert(call.rank, self._numbers(row, "values"))
@@ -111,13 +105,13 @@ class ExactForms:
     def _reduced(self, parts: Sequence[Tensor], factor: float) -> Tensor:
         reduced = parts[0].clone()
         for part in parts[1:]:
-            _REDUCTIONS[self.codec.op](reduced, part, out=reduced)
+            _REDUCTIONS[self.op](reduced, part, out=reduced)
         if factor != 1:
             reduced.mul_(factor)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             # torch's vector and scalar code differ in signs of zero and in NaN bits, and which one
             # handles a value depends on its position, the CPU and the threads.
-            if self.codec.op != "sum":
+            if self.op != "sum":
                 reduced.add_(0.0)
             reduced.nan_to_num_(torch.nan, torch.inf, -torch.inf)
         return reduced

@@ -44,6 +44,9 @@ DEFAULT_BLOCK = 1024  # the block of codecs that do not call g.blocks(n)
 FP16_END = 65520.0  # from here on, values round to Inf
 ENTRIES_PER_BLOCK = 8  # expected, when the block size is chosen for a codec with a selection
 
+# target -> (store or None, (patch, selection) or None)
+Written = dict[str, tuple[Node | None, tuple[Node, Node] | None]]
+
 
 @dataclass(frozen=True)
 class Field:
@@ -106,6 +109,9 @@ def derive(codec: Codec, native: str) -> Forms:
     return Forms(programs, tracer.fields, tracer.block, tuple(tracer.operators), tracer.table)
 
 
+Codec._operators = lambda codec: derive(codec, "fp32").operators
+
+
 class _Tracer:
     """Traces the codec's methods on given nodes, with the same stream numbers in every trace.
 
@@ -141,7 +147,7 @@ class _Tracer:
             verify.same(self.codec, (fields, block), (self.fields, self.block))
         self.fields = fields
         self.block = block
-        verify.block(self.codec, self.block, fields)
+        verify.block(self.codec, self.block, any(f.capacity is not None for f in fields))
         drawn = verify.drawn(n for _, n in stored)
         self.drawn = drawn if self.drawn is None else self.drawn & drawn
         self.take_table(trace.table)
@@ -222,12 +228,8 @@ class _Composer:
         ]
 
     def program(
-        self,
-        form: str,
-        fields: tuple[tuple[str, Node], ...],
-        written: dict[str, tuple[Node | None, tuple[Node, Node] | None]] | None = None,
+        self, form: str, fields: tuple[tuple[str, Node], ...], written: Written | None = None
     ) -> ir.Function:
-        """`written`: target -> (store or None, (patch, selection) or None)."""
         written = written or {}
         stores = tuple((t, n) for t, (n, _) in written.items() if n is not None)
         patches = tuple((t, *patch) for t, (_, patch) in written.items() if patch is not None)
@@ -237,9 +239,7 @@ class _Composer:
         args = (own, *peers.args) if peers.op == "scatter" else (own, peers)
         return ir.alu("mul", ir.node("fold", args, scope=Scope.ELEMENT), self.factor)
 
-    def result(
-        self, decoded: Node, change: Callable[[Node], Node] = lambda v: v
-    ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
+    def result(self, decoded: Node, change: Callable[[Node], Node] = lambda v: v) -> Written:
         """values = change(decoded)."""
         if decoded.op != "scatter":
             return {"values": (self.out(change(decoded)), None)}
@@ -248,9 +248,7 @@ class _Composer:
         entries = self.out(change(entries), Scope.SELECTION)
         return {"values": (self.out(nothing), (entries, selection))}
 
-    def sum(
-        self, own: Node, decoded: Node
-    ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
+    def sum(self, own: Node, decoded: Node) -> Written:
         """values = own + decoded."""
         if decoded.op != "scatter":
             return {"values": (self.out(ir.alu("add", own, decoded)), None)}
@@ -263,7 +261,7 @@ class _Composer:
         x: Node,
         stored: tuple[tuple[str, Node], ...],
         change: Callable[[Node], Node] = lambda v: v,
-    ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
+    ) -> Written:
         """residual = change(x - decoded) where that is finite."""
         decoded = self.tracer.decode(stored)
 

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.errors import CodecError, ConfigError
-from gradwire.lang import forms, jit, kernel_cache, tiles
-from gradwire.lang.call import Call
+from gradwire.errors import ConfigError
+from gradwire.lang import forms, tiles
+from gradwire.lang.call import Call, Kernels, Mark
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton, triton_rows
-from gradwire.lang.layout import Layout, layout, native_name
+from gradwire.lang.layout import Layout, native_name
+from gradwire.lang.native import cache, jit
 from gradwire.lang.tiles import COLUMN, Tiles
 
 THREADS = 1024  # per program, at most
@@ -60,29 +61,14 @@ def device() -> torch.device:
     return torch.device("cpu" if interpreting() else "cuda")
 
 
-def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
-    """The generated Triton source of the codec's kernels, without the prelude.
-
-    Raises `ConfigError` for a codec with operations that the target does not support.
-    """
-    native = native_name(dtype)
-    programs = forms.derive(codec, native).programs.values()
-    lacking = triton.lacking(programs)
-    if lacking:
-        raise ConfigError(
-            f"target 'triton' does not support {', '.join(lacking)} of {codec!r}: use target 'c'"
-        )
-    return triton.emit(programs, layout(codec, native), native)
-
-
 @functools.cache
 def load(text: str) -> ModuleType:
     """The module of a generated source, saved in the private cache, where Triton reads it."""
     name = f"gradwire_{jit.digest(text)}"
-    path = kernel_cache.folder() / f"{name}.py"
+    path = cache.folder() / f"{name}.py"
     if not path.is_file() or path.read_bytes() != text.encode():  # none, or cut short by a crash
-        kernel_cache.tell_of_compiling(path.parent)  # by Triton, when they are launched
-        path = kernel_cache.put(path, text.encode())
+        cache.tell_of_compiling(path.parent)  # by Triton, when they are launched
+        path = cache.put(path, text.encode())
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -92,18 +78,16 @@ def load(text: str) -> ModuleType:
     return module
 
 
-class Device:
-    """A codec's compiled forms. Raises `ConfigError` if target triton is not available.
+class Device(Kernels):
+    """A codec's compiled forms. Raises `ConfigError` if target triton is not available."""
 
-    Attributes:
-        device: of the rows' memory; with several GPUs, the current one.
-    """
-
-    def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
+    def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
         self.device = device()
-        self.codec = codec
-        self.layout = layout(codec, dtype)
-        self.steps = load(source(codec, dtype)).STEPS
+        from gradwire.lang.emit import triton_reductions, triton_selection  # import triton
+
+        self.complete, self.selection = triton_reductions.complete, triton_selection
+        super().__init__(codec, dtype, target)
+        self.steps = load(triton.source(codec, dtype)).STEPS
         self.options = options(self.layout, warp=64 if torch.version.hip else 32)
         derived = forms.derive(codec, native_name(dtype))
         self.statistics = triton_rows.statistics(derived.programs.values())
@@ -116,23 +100,18 @@ class Device:
             lambda device: torch.zeros(1, dtype=torch.int32, device=device)
         )
 
-    def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
-        """Bytes of scratch memory that a call over rows of these sizes needs."""
+    def workspace_nbytes(self, numels: np.ndarray, threads: int = 1, ranks: int = 1) -> int:
         return tiles.workspace_nbytes(self.layout, numels, ranks)
 
-    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
-        """The backend's one method; see `kernels.Backend`.
-
-        A malformed payload sets the call's `failed`. A call without it makes its own mark if its
-        payloads can be malformed, and waits for the device.
-        """
+    def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
+        """A call without a mark makes its own if its payloads can be malformed, and waits for the
+        device."""
         divided = tiles.divide(rows, self.layout, call.ranks, self.statistics)
         if not divided.number:
             return
-        failed = call.failed
-        own = self.mark() if failed is None and not form.startswith("encode") else None
-        if failed is None:
-            failed = own.failed if own is not None else self.unread(self.current())
+        own = self.mark() if call.mark is None and not form.startswith("encode") else None
+        mark = call.mark or own
+        failed = self.unread(self.current()) if mark is None else mark.failed
         made = Launches(self, divided, call, failed)
         for step, *arguments in self.steps[form]:
             getattr(made, step)(*arguments)
@@ -140,7 +119,6 @@ class Device:
             own.check()
 
     def mark(self, device: torch.device | None = None) -> Mark | None:
-        """A new mark on a device; None if no payload can be malformed."""
         return Mark(self.codec, device or self.current()) if self.layout.variable else None
 
     def current(self) -> torch.device:
@@ -159,64 +137,12 @@ class Device:
         return staged.to(self.device, non_blocking=True)
 
 
-class Mark:
-    """A device flag that kernels set when they meet a malformed payload; one per caller.
-
-    The decoded values of a malformed payload are undefined, but nothing is written out of bounds.
-
-    Attributes:
-        failed: int32[1] on the device: the number of a malformed row, counted from 1, or 0.
-    """
-
-    def __init__(self, codec: Codec, device: torch.device) -> None:
-        self.codec = codec
-        # a synchronous copy, since kernels of any stream may write to it from now on
-        self.failed = torch.zeros(1, dtype=torch.int32).to(device)
-
-    def check(self) -> None:
-        """Wait for the current stream; raise `CodecError` if a payload was malformed since the last
-        check."""
-        self.verdict().check()
-
-    def verdict(self) -> Verdict:
-        """The result of `check` at this point of the current stream, without waiting."""
-        return Verdict(self.codec, self.failed)
-
-
-class Verdict:
-    """Whether the payloads that the current stream has decoded so far were well formed.
-
-    Args:
-        codec: of the payloads.
-        failed: of a `Mark`; kept alive until the device has copied it.
-    """
-
-    def __init__(self, codec: Codec, failed: torch.Tensor) -> None:
-        self._codec = codec
-        self._failed = failed
-        self._found = torch.empty(1, dtype=torch.int32, pin_memory=failed.is_cuda)
-        self._found.copy_(failed, non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if failed.is_cuda else None
-
-    def known(self) -> bool:
-        """Whether the result has arrived from the device; does not wait."""
-        return self._copied is None or self._copied.query()
-
-    def check(self) -> None:
-        """Wait for the device; raise `CodecError` if a payload was malformed."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        number = int(self._found.item())
-        if number:
-            self._failed.zero_()
-            raise CodecError(f"row {number - 1}: malformed payload for {self._codec!r}")
-
-
 class Launches:
     """The steps of one call, queued on the current stream; emit/triton.py lists them."""
 
     def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
+        self.selection = device.selection
         self.failed = failed
         n = len(divided.table)
         self.table, self.origins = self.uploaded()
@@ -259,13 +185,11 @@ class Launches:
 
     def complete(self, index: int, number: int, kind: str) -> None:
         """Reduce a sweep's partial results to `number` results per row, from `index` on."""
-        from gradwire.lang.emit import triton_reductions
-
         columns, done = triton_rows.power2(self.divided.blocks), 0
         while done == 0 or columns > 1:
             columns = max(1, columns // REDUCED)
             self.common(
-                triton_reductions.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
+                self.device.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
@@ -274,13 +198,11 @@ class Launches:
 
     def survey(self, peers: bool) -> None:
         """Count the entries or kept blocks before every block of received payloads."""
-        from gradwire.lang.emit import triton_selection
-
-        payloads = self.call.ranks - (self.call.rank >= 0) if peers else 1
+        payloads = self.call.payloads if peers else 1
         flags = any(f.flag is not None for f in self.layout.fields)
         if payloads:
             self.common(
-                triton_selection.survey, (self.rows[1], payloads),
+                self.selection.survey, (self.rows[1], payloads),
                 self.table, self.words, self.failed, self.call.stride, int(peers),
                 BLOCK=self.layout.block, FLAGS=flags, CHUNK=CHUNK,
             )  # fmt: skip
@@ -291,31 +213,27 @@ class Launches:
 
     def select(self, ranked: bool) -> None:
         """Compute the threshold, ties and entries before every block from a sweep's keys."""
-        from gradwire.lang.emit import triton_selection
-
         if ranked:
             self.cut(COLUMN["capacity"])
         self.common(
-            triton_selection.tally, (self.divided.number,), *self.rows, self.words,
+            self.selection.tally, (self.divided.number,), *self.rows, self.words,
             **self.tile, J=triton_rows.power2(self.layout.block),
         )  # fmt: skip
         self.common(
-            triton_selection.scan, (self.rows[1],), self.table, self.words,
+            self.selection.scan, (self.rows[1],), self.table, self.words,
             BLOCK=self.layout.block, CHUNK=CHUNK,
         )  # fmt: skip
 
     def cut(self, column: int, every: int = 1, index: int = -1) -> None:
         """Find the k-th largest key, with k in a column of the table, as reduction `index`."""
-        from gradwire.lang.emit import triton_selection
-
         size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
         for shift in SHIFTS:
             self.common(
-                triton_selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
+                self.selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
                 **self.tile, SIZE=size, EVERY=every,
             )  # fmt: skip
             self.common(
-                triton_selection.pick, (self.rows[1],),
+                self.selection.pick, (self.rows[1],),
                 self.table, self.words, self.workspace, shift, column, index,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, SAMPLE=index >= 0,
             )  # fmt: skip

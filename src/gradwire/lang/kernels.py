@@ -1,143 +1,116 @@
-"""Kernels: a codec compiled for one dtype of values and one target.
-
-One call covers a table of rows, so all parameters of a chunk with the same codec need one call;
-series.py combines the calls of several codecs. Calls release the GIL on target c, take no locks,
-and may run concurrently on different rows.
-"""
+"""Which kernels run a codec: the targets, target c itself, and encode and decode by one call."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from gradwire.errors import CodecError, ConfigError, use_one_of
-from gradwire.lang import eager, forms, jit, native
-from gradwire.lang.call import Call
+from gradwire.lang import eager, forms
+from gradwire.lang.call import ROW, Call, Kernels, check_form
 from gradwire.lang.codec import Codec, check_codec
+from gradwire.lang.emit import c, c_stack
 from gradwire.lang.exact import Exact
 from gradwire.lang.exact_forms import ExactForms
 from gradwire.lang.forms import FORMS
-from gradwire.lang.layout import Layout, layout, native_name
-from gradwire.lang.rows import ROW, check_distances, check_table, check_workspace
+from gradwire.lang.layout import native_name
+from gradwire.lang.native import jit, prebuilt
 from gradwire.lang.trace import integer
 
-if TYPE_CHECKING:
-    from gradwire.lang import gpu
+# Without optimisation a compilation takes what the prelude takes, so forms that go together are
+# compiled together.
+_TOGETHER = (
+    ("encode", "encode_ef", "decode"),
+    ("decode_add", "decode_sum", "reduce_encode", "reduce_encode_ef"),
+)
 
 
-class Backend(Protocol):
-    """Runs a codec's forms on one target."""
-
-    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
-        """Run one form on every row. Raises `CodecError` for a malformed payload."""
-
-
-def _gpu(codec: Codec, dtype: torch.dtype) -> Backend:
-    from gradwire.lang import gpu  # imports triton
-
-    return gpu.Device(codec, dtype)
-
-
-BACKENDS: dict[str, Callable[[Codec, torch.dtype], Backend]] = {
-    "c": native.Library,
-    "eager": eager.Interpreter,
-    "triton": _gpu,
-}
-TARGETS = ("auto", *BACKENDS)
-MEND = "install a C compiler (apt install gcc), or a wheel that carries kernels"
-
-
-class Kernels:
-    """All forms of a codec. Made by `kernels`.
+class Library(Kernels):
+    """Target c: a codec's forms as machine code: prebuilt, or each compiled on first use.
 
     Attributes:
-        target: a key of `BACKENDS`. Codecs with matrices are interpreted on every target, since
-            torch's BLAS does their work. torch runs the forms of `Exact`: on the CPU for c and
-            eager.
-        layout: of the payloads.
-        device: of the memory that rows point to.
-        library: the backend, if it is machine code.
+        prebuilt: whether they came with the wheel.
+        table: address of the codec's table of numbers.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
-        self.codec = codec
-        self.dtype = dtype
-        self.target = target
-        self.layout: Layout = layout(codec, dtype)
-        self._backend = _backend(codec, dtype, target)
-        self.library = self._backend if isinstance(self._backend, native.Library) else None
-        self.device = getattr(self._backend, "device", torch.device("cpu"))
+        super().__init__(codec, dtype, target)
+        text = c.prelude() + c.source(codec, dtype)
+        self._scratch = c_stack.scratch_nbytes(text)
+        numbers = forms.derive(codec, native_name(dtype)).table
+        self._numbers = (ctypes.c_float * max(1, len(numbers)))(*numbers)
+        self.table = ctypes.addressof(self._numbers)
+        found, self._why_compiled = prebuilt.find(text, c.FORM)
+        self.prebuilt = found is not None
+        self._functions = found or {}
 
-    def run(
-        self,
-        form: str,
-        rows: np.ndarray,
-        ranks: int = 1,
-        rank: int = 0,
-        distances: np.ndarray | None = None,
-        factor: float = 1.0,
-        threads: int = 1,
-        workspace: torch.Tensor | None = None,
-        mark: gpu.Mark | None = None,
-    ) -> None:
-        """Run one of `forms.FORMS` on every row of a table.
-
-        Args:
-            rows: C-contiguous numpy table of dtype `ROW`: addresses of memory that must outlive
-                the call. lang/forms.py lists which of them a form reads and writes.
-            workspace: uint8[self.workspace_nbytes(rows["numel"], threads, ranks)], or None to
-                allocate it.
-            ranks, rank, distances, factor, threads: as in `Call`.
-            mark: from `self.mark`. A GPU sets it when it meets a malformed payload, so the call
-                need not wait for the GPU.
-
-        Raises:
-            CodecError: a malformed payload; with a mark, the mark raises it.
-            ConfigError: the form is unknown, or could not be compiled; or an argument is not as
-                described.
-        """
-        check_form(form)
-        check_table(rows)
-        if not (-1 <= rank < ranks and threads >= 1):
-            raise ConfigError(f"rank {rank} of {ranks}, threads={threads}: no such call")
-        check_distances(distances, (ranks - (rank >= 0)) * (1 + self.layout.redraws))
-        needed = self.workspace_nbytes(rows["numel"], threads, ranks)
-        if needed and workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
-        check_workspace(workspace, needed)
-        failed = None if mark is None else mark.failed
-        call = Call(ranks, rank, distances, factor, threads, workspace, failed)
-        with compiler_needed():
-            self._backend.run(form, rows, call)
+    def missing(self) -> str | None:
+        """Why forms are neither prebuilt nor can be compiled; None if they are, or can."""
+        if self.prebuilt:
+            return None
+        try:
+            prebuilt.compiled(c.series(), c.SERIES, self._why_compiled)  # small, and needed
+        except jit.CompileError as error:
+            return str(error)
+        return None
 
     def ready(self, forms: Sequence[str]) -> None:
-        """Compile those of these forms that target c lacks. Raises `jit.CompileError`."""
-        ready = getattr(self._backend, "ready", None)
-        if ready is not None:
-            ready(forms)
+        """Compile those of these forms that are missing, in parallel. Raises `jit.CompileError`."""
+        missing = {*forms} - {*self._functions}
+        if not missing:
+            return
+        groups = [(form,) for form in FORMS] if jit.optimises() else _TOGETHER
+        wanted = [group for group in groups if missing & {*group}]
+        with ThreadPoolExecutor(len(wanted), "gradwire-compile") as at:
+            for found in at.map(self._compiled, wanted):
+                self._functions.update(found)
+
+    def _compiled(self, names: Sequence[str]) -> prebuilt.Functions:
+        text = c.prelude() + c.source(self.codec, self.dtype, names)
+        wanted = {name: c.FORM[name] for name in names}
+        return prebuilt.compiled(text, wanted, self._why_compiled, jit.kernel_flags())
+
+    def _function(self, form: str) -> Any:
+        if form not in self._functions:
+            with compiler_needed():
+                self.ready([form])
+        return self._functions[form]
+
+    def address(self, form: str) -> int:
+        """The address of the form's function, compiled if needed. Raises `ConfigError`."""
+        address = ctypes.cast(self._function(form), ctypes.c_void_p).value
+        assert address is not None
+        return address
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1, ranks: int = 1) -> int:
-        """Bytes of scratch memory that a call over rows of these sizes needs on this target."""
-        own = getattr(self._backend, "workspace_nbytes", None)
-        if own is not None:
-            return int(own(numels, threads, ranks))
-        return self.layout.workspace_nbytes(numels, threads)
+        return self.layout.workspace_nbytes(numels, threads) + threads * self._scratch
 
-    def mark(self, device: torch.device | None = None) -> gpu.Mark | None:
-        """A flag of the caller's own that a GPU sets when `run` meets a malformed payload.
+    def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
+        workspace = None if call.workspace is None else call.workspace.data_ptr()
+        distances = None if call.distances is None else call.distances.ctypes.data
+        failed = self._function(form)(
+            rows.ctypes.data, rows.size, call.ranks, call.rank, distances, call.factor,
+            call.threads, workspace, self.table,
+        )  # fmt: skip
+        if failed:
+            raise self.malformed(failed - 1, form)
 
-        None if `run` raises the error itself, or if no payload can be malformed. `device` defaults
-        to the current one.
-        """
-        mark = getattr(self._backend, "mark", None)
-        return None if mark is None else mark(device)
+    def malformed(self, row: int, form: str) -> CodecError:
+        """The error for a malformed payload in a row of a call."""
+        return CodecError(f"row {row} of {form}: malformed payload for {self.codec!r}")
+
+
+TARGETS = ("auto", "c", "eager", "triton")
+MEND = "install a C compiler (apt install gcc), or a wheel that carries kernels"
 
 
 def kernels(
@@ -175,14 +148,17 @@ def kernels(
     return made
 
 
-_made = lru_cache(maxsize=512)(Kernels)
-
-
-def _backend(codec: Codec, dtype: torch.dtype, target: str) -> Backend:
+@lru_cache(maxsize=512)
+def _made(codec: Codec, dtype: torch.dtype, target: str) -> Kernels:
     if isinstance(codec, Exact):
         return ExactForms(codec, dtype, target)
-    fused = forms.derive(codec, native_name(dtype)).fused
-    return BACKENDS[target if fused else "eager"](codec, dtype)
+    if target == "eager" or not forms.derive(codec, native_name(dtype)).fused:
+        return eager.Interpreter(codec, dtype, target)
+    if target == "c":
+        return Library(codec, dtype, target)
+    from gradwire.lang import gpu  # loads the emitter, which few processes need
+
+    return gpu.Device(codec, dtype, target)
 
 
 def needs_compiling(codec: Codec) -> bool:
@@ -196,8 +172,8 @@ def uncompiled(codecs: Iterable[Codec]) -> str | None:
     """Why target auto interprets one of these codecs on this machine's CPU, although it
     `needs_compiling`; None if it interprets none."""
     for codec in codecs:
-        library = _made(codec, torch.float32, "c").library if needs_compiling(codec) else None
-        reason = None if library is None else library.missing()
+        made = _made(codec, torch.float32, "c") if needs_compiling(codec) else None
+        reason = made.missing() if isinstance(made, Library) else None
         if reason is not None:
             return reason
     return None
@@ -211,12 +187,6 @@ def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | 
     except jit.CompileError as error:
         return str(error)
     return None
-
-
-def check_form(form: str) -> None:
-    """Raise `ConfigError` for an unknown form."""
-    if form not in FORMS:
-        raise ConfigError(f"unknown form {form!r}: {use_one_of(form, FORMS)}")
 
 
 @contextlib.contextmanager
@@ -299,18 +269,10 @@ def for_device(
 
 
 def _run(k: Kernels, form: str, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
-    on_gpu = values.device.type == "cuda"
-    with torch.cuda.device(values.device) if on_gpu else contextlib.nullcontext():
-        k.run(form, _row(values, payload, key))
-
-
-def _row(values: torch.Tensor, payload: torch.Tensor, key: int) -> np.ndarray:
     number = integer(key)
     if number is None or not 0 <= number < 2**64:
         raise ConfigError(f"key={key!r}: give a whole number of 0 to 2**64 - 1")
-    rows = np.zeros(1, ROW)
-    rows[0]["values"] = values.data_ptr()
-    rows[0]["payload"] = payload.data_ptr()
-    rows[0]["numel"] = values.numel()
-    rows[0]["key"] = number
-    return rows
+    row = values.data_ptr(), 0, payload.data_ptr(), 0, values.numel(), 0, number, 0
+    on_gpu = values.device.type == "cuda"
+    with torch.cuda.device(values.device) if on_gpu else contextlib.nullcontext():
+        k.run(form, np.array([row], ROW))

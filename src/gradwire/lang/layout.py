@@ -131,10 +131,11 @@ class Layout:
         """The byte offset of every field's part of known length, then the end of these parts."""
         offsets = [0]
         for f in self.fields:
-            offsets.append(offsets[-1] + (self._known_nbytes(f, numel) if numel else 0))
+            offsets.append(offsets[-1] + (self.known_nbytes(f, numel) if numel else 0))
         return offsets
 
-    def _known_nbytes(self, f: Field, numel: int) -> int:
+    def known_nbytes(self, f: Field, numel: Any) -> Any:
+        """Bytes of a field's part of known length: of one row, or of many rows as int64 arrays."""
         if f.capacity is not None:
             return COUNT_NBYTES * self.blocks(numel)
         if f.scope is Scope.SELECTION or f.flag is not None:

@@ -9,19 +9,18 @@ the batch.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradwire.lang import jit, prebuilt
+from gradwire.lang.call import check_memory
 from gradwire.lang.emit import c
 from gradwire.lang.kernels import announce
-from gradwire.lang.rows import check_memory
+from gradwire.lang.native import jit, prebuilt
 
 _CPU = torch.device("cpu")
 _LARGEST = 3.0e38  # a bound of an average's values above this counts as not finite
@@ -65,31 +64,7 @@ class Factored:
     right: torch.Tensor
 
 
-class LowRankSteps(Protocol):
-    """The steps, for all matrices of a scope."""
-
-    def left(self) -> None:
-        """values += residual; left = (values x start^T)^T."""
-
-    def columns(self, cheap: bool) -> None:
-        """Orthonormal rows of `left` that span the rows before; all NaN if one is not finite.
-
-        Args:
-            cheap: by the Cholesky factor of the Gram matrix, unless rows are nearly dependent;
-                else by Gram-Schmidt, twice.
-        """
-
-    def right(self) -> None:
-        """own = right = left x values."""
-
-    def finish(self) -> list[bool]:
-        """values = left^T x right, residual = values before - left^T x own, basis = right^T.
-
-        Returns whether each matrix's average is finite; where not, residual and basis stay.
-        """
-
-
-def lowrank(matrices: Sequence[Factored]) -> LowRankSteps:
+def lowrank(matrices: Sequence[Factored]) -> Eager:
     """The steps for these matrices. Without a compiler they are eager, with one warning."""
     if matrices[0].values.is_cuda:
         return Eager(matrices)
@@ -100,7 +75,71 @@ def lowrank(matrices: Sequence[Factored]) -> LowRankSteps:
     return Eager(matrices)
 
 
-class Compiled:
+class Eager:
+    """The steps, for all matrices of a scope, in torch and numpy."""
+
+    def __init__(self, matrices: Sequence[Factored]) -> None:
+        self._matrices = matrices
+
+    def left(self) -> None:
+        """values += residual; left = (values x start^T)^T."""
+        for a in self._matrices:
+            if a.residual is not None:
+                a.values.add_(a.residual)
+            most = a.basis.abs().amax(0)
+            usual = most.isfinite() & (most > 0)
+            _, exponent = torch.frexp(torch.where(usual, most, 1.0))
+            half = (1 - exponent) // 2
+            once, again = (
+                torch.ldexp(torch.ones_like(most), e) for e in (half, 1 - exponent - half)
+            )
+            a.start.copy_((a.basis * once * again).mT)
+            torch.matmul(a.start, a.values.mT, out=a.left)
+
+    def columns(self, cheap: bool) -> None:
+        """Orthonormal rows of `left` that span the rows before; all NaN if one is not finite.
+
+        Args:
+            cheap: by the Cholesky factor of the Gram matrix, unless rows are nearly dependent;
+                else by Gram-Schmidt, twice.
+        """
+        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        for a in self._matrices:
+            by_shape.setdefault(a.left.shape, []).append(a.left)
+        for group in by_shape.values():
+            stack = torch.stack(group)
+            finite = stack.isfinite().flatten(1).all(1)[:, None, None]
+            stack = torch.where(finite, stack, 0.0)
+            rows = _of_device(stack, cheap) if stack.is_cuda else _of_numpy(stack, cheap)
+            for left, found in zip(group, torch.where(finite, rows, torch.nan), strict=True):
+                left.copy_(found)
+
+    def right(self) -> None:
+        """own = right = left x values."""
+        for a in self._matrices:
+            torch.matmul(a.left, a.values, out=a.own)
+            a.right.copy_(a.own)
+
+    def finish(self) -> list[bool]:
+        """values = left^T x right, residual = values before - left^T x own, basis = right^T.
+
+        Returns whether each matrix's average is finite; where not, residual and basis stay.
+        """
+        kept = []
+        for a in self._matrices:
+            bound = a.right.abs().amax() * (len(a.left) + 1)
+            kept.append(bool(bound <= _LARGEST))  # False for NaN
+            if not kept[-1]:
+                a.values.fill_(torch.nan)
+                continue
+            a.basis.copy_(a.right.mT)
+            if a.residual is not None:
+                torch.sub(a.values, product(a.left, a.own), out=a.residual)
+            a.values.copy_(product(a.left, a.right))
+        return kept
+
+
+class Compiled(Eager):
     """The steps as compiled code, on torch's number of threads.
 
     Raises:
@@ -108,7 +147,7 @@ class Compiled:
     """
 
     def __init__(self, matrices: Sequence[Factored]) -> None:
-        self._matrices = matrices  # keeps their memory
+        super().__init__(matrices)  # keeps their memory
         self._threads = torch.get_num_threads()
         rows = [(*_addresses(a), *a.values.shape, len(a.left), 0) for a in matrices]
         self._rows = np.array(rows, _ROW)
@@ -140,58 +179,6 @@ def _addresses(a: Factored) -> Iterator[int]:
         if tensor is not None or name != "residual":
             check_memory(f"a matrix of {n} x {m}", name, tensor, numel, torch.float32, _CPU)
         yield 0 if tensor is None else tensor.data_ptr()
-
-
-class Eager:
-    """The steps in torch and numpy."""
-
-    def __init__(self, matrices: Sequence[Factored]) -> None:
-        self._matrices = matrices
-
-    def left(self) -> None:
-        for a in self._matrices:
-            if a.residual is not None:
-                a.values.add_(a.residual)
-            most = a.basis.abs().amax(0)
-            usual = most.isfinite() & (most > 0)
-            _, exponent = torch.frexp(torch.where(usual, most, 1.0))
-            half = (1 - exponent) // 2
-            once, again = (
-                torch.ldexp(torch.ones_like(most), e) for e in (half, 1 - exponent - half)
-            )
-            a.start.copy_((a.basis * once * again).mT)
-            torch.matmul(a.start, a.values.mT, out=a.left)
-
-    def columns(self, cheap: bool) -> None:
-        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        for a in self._matrices:
-            by_shape.setdefault(a.left.shape, []).append(a.left)
-        for group in by_shape.values():
-            stack = torch.stack(group)
-            finite = stack.isfinite().flatten(1).all(1)[:, None, None]
-            stack = torch.where(finite, stack, 0.0)
-            rows = _of_device(stack, cheap) if stack.is_cuda else _of_numpy(stack, cheap)
-            for left, found in zip(group, torch.where(finite, rows, torch.nan), strict=True):
-                left.copy_(found)
-
-    def right(self) -> None:
-        for a in self._matrices:
-            torch.matmul(a.left, a.values, out=a.own)
-            a.right.copy_(a.own)
-
-    def finish(self) -> list[bool]:
-        kept = []
-        for a in self._matrices:
-            bound = a.right.abs().amax() * (len(a.left) + 1)
-            kept.append(bool(bound <= _LARGEST))  # False for NaN
-            if not kept[-1]:
-                a.values.fill_(torch.nan)
-                continue
-            a.basis.copy_(a.right.mT)
-            if a.residual is not None:
-                torch.sub(a.values, product(a.left, a.own), out=a.residual)
-            a.values.copy_(product(a.left, a.right))
-        return kept
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -295,15 +282,7 @@ def _cholesky(rows: np.ndarray) -> bool:
 @cache
 def _functions() -> dict[str, Any]:
     """The functions of emit/lowrank.c. Raises `jit.CompileError`."""
-    functions, _ = prebuilt.functions(c.lowrank(), c.LOWRANK)
-    of: list[Any] = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
-    for name, function in functions.items():
-        function.restype = None
-        more = (
-            [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64] if name == "lowrank_columns" else []
-        )
-        function.argtypes = of + more
-    return dict(functions)
+    return prebuilt.functions(c.lowrank(), c.LOWRANK)
 
 
 @cache

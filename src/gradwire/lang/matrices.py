@@ -1,18 +1,20 @@
-"""Operators on matrices that are made of a row; shapes.py checks their shapes.
+"""Operators on matrices that are made of a row.
 
 Codecs import them from ops.py. They call torch's BLAS and are not fused.
 """
 
 from __future__ import annotations
 
-from gradwire.lang import ir, shapes
-from gradwire.lang.source import LanguageError, here
+from gradwire.lang import ir
+from gradwire.lang.shapes import of_row, shape_of
+from gradwire.lang.source import mistake
 from gradwire.lang.trace import (
     Value,
     active,
     as_number,
     lift,
     numbers_of_elements,
+    record,
     size,
     stream,
     whole,
@@ -21,11 +23,10 @@ from gradwire.lang.trace import (
 
 def matrix(value: Value, columns: int) -> Value:
     """The elements as a matrix of `columns` columns; its last row is padded with zeros."""
-    location = here()
-    width = size(columns, 1, "matrix: columns", location)
-    value = whole(value, "matrix", location)
-    node, shape = numbers_of_elements(value, "matrix", location), shapes.of_row(width)
-    return Value(ir.node("matrix", (node,), shape, scope=ir.Scope.MATRIX, location=location))
+    width = size(columns, 1, "matrix: columns")
+    value = whole(value, "matrix")
+    node, shape = numbers_of_elements(value, "matrix"), of_row(width)
+    return Value(record("matrix", (node,), shape, scope=ir.Scope.MATRIX))
 
 
 def decomp(value: Value, rank: int) -> tuple[Value, Value]:
@@ -33,33 +34,52 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
 
     For matrix(x, columns) of n values, P is ceil(n / columns) x rank and Q is columns x rank.
     """
-    location = here()
     active().uses("decomp")
     node = lift(value).node
     if node.op != "matrix":
-        raise LanguageError(location, "decomp: takes matrix(x, columns)")
-    number = size(rank, 1, "decomp: rank", location)
-    shapes.factors(node, number, location)
+        raise mistake("decomp: takes matrix(x, columns)")
+    number = size(rank, 1, "decomp: rank")
+    columns = shape_of(node).columns
+    if isinstance(columns, int) and number > columns:
+        raise mistake(f"decomp: rank={number} for {columns} columns: it must be 1 to {columns}")
     drawn = stream("decomp")
     left, right = (
-        ir.node("decompose", (node,), ir.Factor(number, side, drawn), location=location)
-        for side in ("left", "right")
+        record("decompose", (node,), ir.Factor(number, side, drawn)) for side in ("left", "right")
     )
     return Value(left), Value(right)
 
 
 def matmul(a: Value, b: Value) -> Value:
     """A times B transposed: matrices r x k and c x k give r x c."""
-    location = here()
     active().uses("matmul")
-    left, right = (as_number(shapes.matrix(lift(v).node, "matmul", location)) for v in (a, b))
-    shapes.product(left, right, location)
-    return Value(ir.node("product", (left, right), location=location))
+    left, right = (_numbers(value, "matmul") for value in (a, b))
+    first, second = shape_of(left), shape_of(right)
+    if first.columns != second.columns:
+        raise mistake(
+            "matmul: multiplies by the second matrix transposed, so both need the same number of "
+            f"columns; these are {first} and {second}"
+        )
+    return Value(record("product", (left, right)))
 
 
 def elements(value: Value) -> Value:
     """The elements of a matrix that has the shape of matrix(x, columns)."""
-    location = here()
-    node = as_number(shapes.matrix(lift(value).node, "elements", location))
-    shapes.flat(node, location)
-    return Value(ir.node("flatten", (node,), scope=ir.Scope.ELEMENT, location=location))
+    node = _numbers(value, "elements")
+    found = shape_of(node)
+    if not isinstance(found.columns, int) or found != of_row(found.columns):
+        raise mistake(
+            f"elements: a matrix of {found} does not hold the row's values; one that does is "
+            "ceil(n / columns) x columns, as matrix(x, columns) is"
+        )
+    return Value(record("flatten", (node,), scope=ir.Scope.ELEMENT))
+
+
+def _numbers(value: Value, operator: str) -> ir.Node:
+    """The node as fp32, if it is a matrix of numbers; else a `LanguageError`."""
+    n = lift(value).node
+    if n.scope is not ir.Scope.MATRIX:
+        found = "a condition" if n.dtype == "bool" else f"of {n.scope.name.lower()} scope"
+        raise mistake(f"{operator}: takes a matrix; this is {found}")
+    if n.dtype == "bool":
+        raise mistake(f"{operator}: takes numbers: use where(condition, 1, 0)")
+    return as_number(n)

@@ -34,7 +34,7 @@ from typing import Any
 from gradwire.lang import ir, shapes
 from gradwire.lang.matrices import decomp, elements, matmul, matrix
 from gradwire.lang.selections import Sorted, filter, gather, keep, scatter, share, sort, topk
-from gradwire.lang.source import LanguageError, here
+from gradwire.lang.source import mistake
 from gradwire.lang.trace import (
     Payload,
     Value,
@@ -45,6 +45,7 @@ from gradwire.lang.trace import (
     integer,
     lift,
     numbers_of_elements,
+    record,
     stream,
 )
 
@@ -95,7 +96,7 @@ _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
 def map(function: Callable[..., Any], *values: Value) -> Value:
     """`function` of every element; values of narrower scope are broadcast."""
     if not callable(function):
-        raise LanguageError(here(), f"map: takes a function first, not {function!r}")
+        raise mistake(f"map: takes a function first, not {function!r}")
     active().uses("map")
     return lift(function(*values))
 
@@ -106,43 +107,41 @@ def reduce(function: object, value: Value) -> Value:
     Over `g.blocks(n)` it gives one value per block, else one for the tensor. min and max propagate
     NaN and never give -0; sum adds in the fixed order defined in docs/reference/wire-format.md.
     """
-    location = here()
     name = next((name for known, name in _REDUCTIONS.items() if known is function), None)
     if name is None:
-        raise LanguageError(location, f"reduce: takes min, max or sum, not {function!r}")
+        raise mistake(f"reduce: takes min, max or sum, not {function!r}")
     active().uses("reduce")
     value = lift(value)
-    shapes.none(value.node, "reduce", location)
+    shapes.none(value.node, "reduce")
     if value.node.dtype == "bool":
-        raise LanguageError(location, "reduce: a condition has no sum: use count(c)")
-    return _reduce(name, as_number(value.node), value.blocked, location)
+        raise mistake("reduce: a condition has no sum: use count(c)")
+    return _reduce(name, as_number(value.node), value.blocked)
 
 
-def _reduce(kind: str, node: ir.Node, blocked: bool, location: str) -> Value:
+def _reduce(kind: str, node: ir.Node, blocked: bool) -> Value:
     if node.scope is ir.Scope.ELEMENT:
-        node = ir.node("reduce", (node,), kind, scope=ir.Scope.BLOCK, location=location)
+        node = record("reduce", (node,), kind, scope=ir.Scope.BLOCK)
         if blocked:
             return Value(node, blocked=True)
     if node.scope is not ir.Scope.BLOCK:
-        raise LanguageError(location, "reduce: takes elements or values of blocks, not one value")
+        raise mistake("reduce: takes elements or values of blocks, not one value")
     # a tensor is reduced block by block, so the result does not depend on the number of threads
     kind = "sum" if kind == "count" else kind
-    return Value(ir.node("reduce", (node,), kind, scope=ir.Scope.TENSOR, location=location))
+    return Value(record("reduce", (node,), kind, scope=ir.Scope.TENSOR))
 
 
 def count(value: Value) -> Value:
     """The number of values in a block (the last may be shorter) or the tensor; for a condition, the
     number of values that satisfy it."""
-    location = here()
     active().uses("reduce")
     value = lift(value)
-    shapes.none(value.node, "count", location)
+    shapes.none(value.node, "count")
     if value.node.scope is ir.Scope.CONSTANT:
-        raise LanguageError(location, "count: takes elements or conditions, not a number")
+        raise mistake("count: takes elements or conditions, not a number")
     if value.node.dtype == "bool":
-        return _reduce("count", value.node, value.blocked, location)
-    one = ir.node("const", attr=1.0, scope=ir.Scope.ELEMENT, location=location)
-    return _reduce("sum", one, value.blocked, location)
+        return _reduce("count", value.node, value.blocked)
+    one = record("const", attr=1.0, scope=ir.Scope.ELEMENT)
+    return _reduce("sum", one, value.blocked)
 
 
 def random(scope: str = "element", shared: str | None = None) -> Value:
@@ -154,7 +153,7 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     """
     trace, name = active(), _name(scope, _SCOPES, "random: scope")
     trace.uses("random")
-    node = ir.node("random", attr=stream(shared), scope=_SCOPES[name], location=here())
+    node = record("random", attr=stream(shared), scope=_SCOPES[name])
     return Value(node)
 
 
@@ -166,17 +165,14 @@ def index(of: str = "parameter") -> Value:
     name = _name(of, ("parameter", "block"), "index: of")
     active().uses("index")
     attr = "block" if name == "block" else None
-    return Value(
-        ir.node("index", (), attr, dtype="uint32", scope=ir.Scope.ELEMENT, location=here())
-    )
+    return Value(record("index", (), attr, dtype="uint32", scope=ir.Scope.ELEMENT))
 
 
 def concat(**fields: Value) -> Payload:
     """The payload: fields in wire order. A field without a stored dtype is stored as fp32."""
-    location = here()
     active().uses("concat")
     if not fields:
-        raise LanguageError(location, "concat: a payload needs a field")
+        raise mistake("concat: a payload needs a field")
     stored = {}
     for name, value in fields.items():
         value = lift(value)
@@ -190,15 +186,14 @@ def _is_stored(node: ir.Node) -> bool:
 
 
 def _cast(value: object, dtype: str, rounding: str) -> Value:
-    location = here()
     value = lift(value)
     if value.node.dtype == "bool":
-        raise LanguageError(location, f"{dtype}: a condition is not a number: use where(c, 1, 0)")
+        raise mistake(f"{dtype}: a condition is not a number: use where(c, 1, 0)")
     if value.node.dtype == "selection":
-        raise LanguageError(location, f"{dtype}: a selection is not a number: gather(x, selection)")
+        raise mistake(f"{dtype}: a selection is not a number: gather(x, selection)")
     scope = max(value.node.scope, ir.Scope.TENSOR)
     node = as_number(value.node)
-    cast = ir.node("cast", (node,), rounding, dtype=dtype, scope=scope, location=location)
+    cast = record("cast", (node,), rounding, dtype=dtype, scope=scope)
     return Value(cast, value.blocked, value.within)
 
 
@@ -207,7 +202,7 @@ def _name(given: object, known: Iterable[str], option: str) -> str:
     names = tuple(known)
     if not isinstance(given, str) or given not in names:
         *others, last = (repr(name) for name in names)
-        raise LanguageError(here(), f"{option} is {', '.join(others)} or {last}, not {given!r}")
+        raise mistake(f"{option} is {', '.join(others)} or {last}, not {given!r}")
     return str(given)
 
 
@@ -215,7 +210,7 @@ def uint(bits: int, value: object) -> Value:
     """An unsigned integer of 1 to 8 bits: rounded toward zero, clamped; NaN gives 0."""
     width = integer(bits)
     if width is None or not 1 <= width <= 8:
-        raise LanguageError(here(), f"uint: takes 1 to 8 bits, not {bits!r}")
+        raise mistake(f"uint: takes 1 to 8 bits, not {bits!r}")
     if isinstance(value, Value) and value.node.dtype == "bool":
         value = where(value, 1, 0)
     return _cast(value, f"uint{width}", "zero")
@@ -304,15 +299,14 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
         inverse: apply the inverse.
         full: over the whole tensor instead of each block; this is not fused.
     """
-    location = here()
     active().uses("rotate")
     for option, given in (("inverse", inverse), ("full", full)):
         if type(given) is not bool:
-            raise LanguageError(location, f"rotate: {option}={given!r}: use True or False")
+            raise mistake(f"rotate: {option}={given!r}: use True or False")
     rotation = ir.Rotation(stream("rotate"), inverse, full)
-    node = numbers_of_elements(value, "rotate", location)
+    node = numbers_of_elements(value, "rotate")
     return Value(
-        ir.node("rotate", (node,), rotation, scope=ir.Scope.ELEMENT, location=location),
+        record("rotate", (node,), rotation, scope=ir.Scope.ELEMENT),
         blocked=value.blocked,
         within=value.within and not full,
     )
@@ -326,31 +320,30 @@ def table(numbers: Sequence[float]) -> list[Value]:
 
     A codec has one table; encode and decode may both use it.
     """
-    trace, location = active(), here()
-    given = _several(numbers, "table", location)
-    numbers = tuple(ir.single(constant(x, location)) for x in given)
+    trace = active()
+    given = _several(numbers, "table")
+    numbers = tuple(ir.single(constant(x)) for x in given)
     known = not trace.table or ir.same_numbers(trace.table, numbers)
     if not known:
-        raise LanguageError(location, "table: a codec has one table of numbers")
+        raise mistake("table: a codec has one table of numbers")
     trace.table = numbers
-    return [Value(ir.node("param", attr=i)) for i in range(len(numbers))]
+    return [Value(record("param", attr=i)) for i in range(len(numbers))]
 
 
 def lookup(numbers: Sequence[Value], code: Value) -> Value:
     """The table entry of each code; codes beyond the table give its last entry."""
-    location = here()
     active().uses("map")
-    given = [lift(x) for x in _several(numbers, "lookup", location)]
+    given = [lift(x) for x in _several(numbers, "lookup")]
     given *= 2 if len(given) == 1 else 1  # one number per code, too
     nodes = [x.node for x in given]
     if len(nodes) < 3 or any(n.op not in ("const", "param") for n in nodes):
         return _choose(given, 0, code)
     first = apply("lt", code, 1.0)
     args = (first.node.args[0], *nodes)
-    return Value(ir.node("lookup", args, location=location), first.blocked, first.within)
+    return Value(record("lookup", args), first.blocked, first.within)
 
 
-def _several(numbers: object, operator: str, location: str) -> list[Any]:
+def _several(numbers: object, operator: str) -> list[Any]:
     try:
         each: Iterator[Any] = iter(() if isinstance(numbers, Mapping | Set) else numbers)  # type: ignore[call-overload]
     except TypeError:  # also of an array without a dimension
@@ -358,9 +351,7 @@ def _several(numbers: object, operator: str, location: str) -> list[Any]:
     given = list(islice(each, MAX_TABLE + 1))
     if not 1 <= len(given) <= MAX_TABLE:
         found = "more" if given else repr(numbers)
-        raise LanguageError(
-            location, f"{operator}: takes a tuple of 1 to {MAX_TABLE} numbers, not {found}"
-        )
+        raise mistake(f"{operator}: takes a tuple of 1 to {MAX_TABLE} numbers, not {found}")
     return given
 
 

@@ -7,20 +7,25 @@ whatever their codecs, and one per kernel call on other targets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from gradwire.errors import ConfigError
-from gradwire.lang import native
-from gradwire.lang.kernels import Kernels, check_form, compiler_needed
-from gradwire.lang.rows import ROW, check_distances, check_table, check_workspace
-
-if TYPE_CHECKING:
-    from gradwire.lang import gpu
+from gradwire.lang.call import (
+    ROW,
+    Kernels,
+    Mark,
+    check_distances,
+    check_form,
+    check_table,
+    check_workspace,
+)
+from gradwire.lang.emit import c
+from gradwire.lang.kernels import Library, compiler_needed
+from gradwire.lang.native import prebuilt
 
 # One kernel call; emit/series.c declares the same 64 bytes.
 ENTRY = np.dtype(
@@ -58,7 +63,7 @@ class KernelCall:
     ranks: int = 1
     rank: int = 0
     scaled: bool = False
-    mark: gpu.Mark | None = None
+    mark: Mark | None = None
 
 
 class Series:
@@ -77,12 +82,10 @@ class Series:
     Attributes:
         rows: number of rows of the table.
         workspace_nbytes: the most that a call needs; the calls share the workspace.
-        native, others: indices of the calls on target c, and of those on other targets.
+        native, others: numbers of the calls on target c, and of those on other targets.
         before: before[i] is the number of `native` calls among the first i calls.
         entries: ENTRY per `native` call, without the parts that depend on the table.
-        scaled: per `native` call, `KernelCall.scaled`.
-        distances: per call, how many numbers it reads of `distances`, see `Call`.
-        runner: runs entries; None if there are none.
+        distances: per call, how many numbers it reads of `Call.distances`.
     """
 
     def __init__(
@@ -98,36 +101,21 @@ class Series:
         self.rows = len(numels)
         for call in calls:
             check_form(call.form)
-            inside = 0 <= call.first < call.last <= self.rows and -1 <= call.rank < call.ranks
+            inside = 0 <= call.first < call.last <= len(numels) and -1 <= call.rank < call.ranks
             if not inside or threads < 1:
-                raise ConfigError(f"{call}, of {self.rows} rows, threads={threads}: no such call")
-        self.distances = [
-            (call.ranks - (call.rank >= 0)) * (1 + call.kernels.layout.redraws) for call in calls
-        ]
-        self.workspace_nbytes = max(
-            (
-                call.kernels.workspace_nbytes(numels[call.first : call.last], threads, call.ranks)
-                for call in calls
-            ),
-            default=0,
+                raise ConfigError(f"{call}, of {len(numels)} rows, threads={threads}: no such call")
+        self.distances = [call.kernels.distances(call.ranks, call.rank) for call in calls]
+        needed = (
+            call.kernels.workspace_nbytes(numels[call.first : call.last], threads, call.ranks)
+            for call in calls
         )
-        self.native = [n for n, call in enumerate(calls) if call.kernels.library is not None]
-        self.others = [n for n, call in enumerate(calls) if call.kernels.library is None]
+        self.workspace_nbytes = max(needed, default=0)
+        self.native = [n for n, call in enumerate(calls) if isinstance(call.kernels, Library)]
+        self.others = sorted({*range(len(calls))} - {*self.native})
         self.before = np.searchsorted(self.native, range(len(calls) + 1)).tolist()
-        own = [self.calls[number] for number in self.native]
-        self.entries = entries = np.zeros(len(own), ENTRY)
-        with compiler_needed():
-            self.runner = native.runner() if own else None
-            for entry, call in zip(entries, own, strict=True):
-                library = call.kernels.library
-                assert library is not None
-                entry["form"], entry["table"] = library.address(call.form), library.table
-        entries["rows"] = [call.first * ROW.itemsize for call in own]
-        entries["n"] = [call.last - call.first for call in own]
-        entries["ranks"] = [call.ranks for call in own]
-        entries["rank"] = [call.rank for call in own]
-        entries["threads"] = threads
-        self.scaled = np.array([call.scaled for call in own], dtype=bool)
+        own = [calls[number] for number in self.native]
+        self.entries = np.array([_entry(call, threads) for call in own], ENTRY)
+        self.run_entries = _runner() if own else None
 
     def bind(self, rows: np.ndarray, workspace: torch.Tensor, factor: float = 1.0) -> BoundSeries:
         """The series on a table, which may still change in place.
@@ -141,28 +129,50 @@ class Series:
         Raises:
             ConfigError: the table or the workspace is not so.
         """
-        return BoundSeries(self, rows, workspace, factor)
-
-
-class BoundSeries:
-    """A series on one table. Its calls share the workspace, so they must not run concurrently."""
-
-    def __init__(
-        self, series: Series, rows: np.ndarray, workspace: torch.Tensor, factor: float
-    ) -> None:
         check_table(rows)
-        if rows.size != series.rows:
-            raise ConfigError(f"rows: a table of {rows.size}; the series is of {series.rows}")
-        check_workspace(workspace, series.workspace_nbytes)
-        self._series = series
-        self._rows = rows
-        self._workspace = workspace
-        self._factor = factor
-        self._entries = entries = series.entries.copy()
+        if rows.size != self.rows:
+            raise ConfigError(f"rows: a table of {rows.size}; the series is of {self.rows}")
+        check_workspace(workspace, self.workspace_nbytes)
+        entries = self.entries.copy()
         entries["rows"] += np.uint64(rows.ctypes.data)
         entries["workspace"] = workspace.data_ptr()
-        entries["factor"] = np.where(series.scaled, factor, 1.0)
-        self._at: int = entries.ctypes.data
+        entries["factor"][entries["factor"] == 0] = factor
+        return BoundSeries(self, rows, workspace, factor, entries, entries.ctypes.data)
+
+
+def _entry(call: KernelCall, threads: int) -> tuple[float, ...]:
+    """The entry of a call on target c; its factor is 0 if it will be that of the series."""
+    library, factor = call.kernels, 0.0 if call.scaled else 1.0
+    assert isinstance(library, Library)
+    rows = call.first * ROW.itemsize, call.last - call.first
+    arguments = call.ranks, call.rank, threads, factor
+    return library.address(call.form), *rows, 0, 0, library.table, *arguments
+
+
+def _runner() -> Callable[[int, int], int]:
+    """The function run_series(entries, count); emit/series.c describes its return value.
+
+    Libraries of prebuilt kernels contain it; otherwise it is compiled. Raises `ConfigError`.
+    """
+    with compiler_needed():
+        (run,) = prebuilt.functions(c.series(), c.SERIES).values()
+    return run  # type: ignore[no-any-return]
+
+
+@dataclass
+class BoundSeries:
+    """A series on one table. Its calls share the workspace, so they must not run concurrently.
+
+    Attributes:
+        entries: of the series, with what depends on the table; at: their address.
+    """
+
+    series: Series
+    rows: np.ndarray
+    workspace: torch.Tensor
+    factor: float
+    entries: np.ndarray
+    at: int
 
     def run(self, first: int, last: int, distances: np.ndarray | None = None) -> int:
         """Run the calls [first, last), those on target c before the others.
@@ -178,39 +188,32 @@ class BoundSeries:
                 the call's first. Later calls are not made. With a mark, the mark raises it.
             ConfigError: there are too few distances.
         """
-        series = self._series
+        series = self.series
         read = max(series.distances[first:last], default=0)
         check_distances(distances, read)
         begin, end = series.before[first], series.before[last]
         if begin < end and distances is not None:
-            self._entries["distances"][begin:end] = distances.ctypes.data
+            self.entries["distances"][begin:end] = distances.ctypes.data
         step = max(1, end - begin) if series.together else 1
         made = 0
         for entry in range(begin, end, step):
             self._run_entries(entry, step)
             made += 1
         for number in series.others[first - begin : last - end]:
-            self._run_alone(series.calls[number], distances)
+            call = series.calls[number]
+            factor = self.factor if call.scaled else 1.0
+            call.kernels.run(
+                call.form, self.rows[call.first : call.last], call.ranks, call.rank, distances,
+                factor, series.threads, self.workspace, call.mark,
+            )  # fmt: skip
             made += 1
         return made
 
     def _run_entries(self, first: int, count: int) -> None:
-        series = self._series
-        assert series.runner is not None
-        failed = series.runner(self._at + first * ENTRY.itemsize, count)
+        series = self.series
+        assert series.run_entries is not None
+        failed = series.run_entries(self.at + first * ENTRY.itemsize, count)
         if failed:
             call = series.calls[series.native[first + (failed >> 32)]]
-            raise native.malformed((failed & 0xFFFFFFFF) - 1, call.form, call.kernels.codec)
-
-    def _run_alone(self, call: KernelCall, distances: np.ndarray | None) -> None:
-        call.kernels.run(
-            call.form,
-            self._rows[call.first : call.last],
-            ranks=call.ranks,
-            rank=call.rank,
-            distances=distances,
-            factor=self._factor if call.scaled else 1.0,
-            threads=self._series.threads,
-            workspace=self._workspace,
-            mark=call.mark,
-        )
+            assert isinstance(call.kernels, Library)
+            raise call.kernels.malformed((failed & 0xFFFFFFFF) - 1, call.form)

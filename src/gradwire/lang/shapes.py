@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from gradwire.lang import ir
 from gradwire.lang.ir import Node, Quotient, Scope, Shape
-from gradwire.lang.source import LanguageError
+from gradwire.lang.source import mistake
 
 
 def of_row(columns: int) -> Shape:
@@ -48,59 +48,14 @@ def shape_of(n: Node) -> Shape:
     return shapes[0]
 
 
-def matrix(n: Node, operator: str, location: str) -> Node:
-    """The node, if it is a matrix of numbers; else a `LanguageError`."""
-    if n.scope is not Scope.MATRIX:
-        found = "a condition" if n.dtype == "bool" else f"of {n.scope.name.lower()} scope"
-        raise LanguageError(location, f"{operator}: takes a matrix; this is {found}")
-    if n.dtype == "bool":
-        raise LanguageError(location, f"{operator}: takes numbers: use where(condition, 1, 0)")
-    return n
-
-
-def none(n: Node, operator: str, location: str) -> None:
+def none(n: Node, operator: str) -> None:
     """Raise `LanguageError` if the node is a matrix."""
     if n.scope is Scope.MATRIX:
-        raise LanguageError(
-            location, f"{operator}: takes elements, not a matrix: use elements(matrix)"
-        )
+        raise mistake(f"{operator}: takes elements, not a matrix: use elements(matrix)")
 
 
-def alike(nodes: Iterable[Node], location: str) -> None:
+def alike(nodes: Iterable[Node]) -> None:
     """Raise `LanguageError` unless all matrices of an elementwise operation have one shape."""
     shapes = list(dict.fromkeys(shape_of(n) for n in nodes if n.scope is Scope.MATRIX))
     if len(shapes) > 1:
-        raise LanguageError(
-            location, f"matrices of {shapes[0]} and {shapes[1]} cannot be combined elementwise"
-        )
-
-
-def product(a: Node, b: Node, location: str) -> None:
-    """Raise `LanguageError` unless A and B have the same number of columns."""
-    left, right = shape_of(a), shape_of(b)
-    if left.columns != right.columns:
-        raise LanguageError(
-            location,
-            f"matmul: multiplies by the second matrix transposed, so both need the same number "
-            f"of columns; these are {left} and {right}",
-        )
-
-
-def factors(n: Node, rank: int, location: str) -> None:
-    """Raise `LanguageError` if the rank exceeds the number of columns."""
-    columns = shape_of(n).columns
-    if isinstance(columns, int) and rank > columns:
-        raise LanguageError(
-            location, f"decomp: rank={rank} for {columns} columns: it must be 1 to {columns}"
-        )
-
-
-def flat(n: Node, location: str) -> None:
-    """Raise `LanguageError` unless the matrix has a shape that `matrix` gives the row."""
-    found = shape_of(n)
-    if not isinstance(found.columns, int) or found != of_row(found.columns):
-        raise LanguageError(
-            location,
-            f"elements: a matrix of {found} does not hold the row's values; one that does is "
-            "ceil(n / columns) x columns, as matrix(x, columns) is",
-        )
+        raise mistake(f"matrices of {shapes[0]} and {shapes[1]} cannot be combined elementwise")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import forms, ir
 from gradwire.lang.codec import Codec, check_codec
+from gradwire.lang.emit import c
 from gradwire.lang.exact import Exact, torch_name
 from gradwire.lang.layout import native_name
-from gradwire.lang.native import source
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +27,12 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
         return "\n\n".join(ir.show(program) for program in programs.values())
     if stage == "c":
         fused = forms.derive(codec, native_name(dtype)).fused
-        return source(codec, dtype) if fused else UNFUSED.format("/* no C", "*/")
+        return c.source(codec, dtype) if fused else UNFUSED.format("/* no C", "*/")
     if stage == "triton":
-        from gradwire.lang import gpu  # needs torch; the other stages do not
+        from gradwire.lang.emit import triton  # which few processes need
 
         fused = forms.derive(codec, native_name(dtype)).fused
-        return gpu.source(codec, dtype) if fused else UNFUSED.format("# no Triton", "").rstrip()
+        return triton.source(codec, dtype) if fused else UNFUSED.format("# no Triton", "").rstrip()
     raise ConfigError(f"unknown stage {stage!r}: {use_one_of(stage, STAGES)}")
 
 

@@ -36,3 +36,8 @@ def here() -> str:
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def mistake(problem: str) -> LanguageError:
+    """The error of the nearest caller outside the language and torch."""
+    return LanguageError(here(), problem)

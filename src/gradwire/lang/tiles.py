@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from gradwire.lang import ir
+from gradwire.lang.call import ROW
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
-from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes
-from gradwire.lang.rows import ROW
+from gradwire.lang.layout import Layout
 
 # Columns of the int64 table of rows: those of ROW, then these. triton_prelude.py has the same
 # indices.
@@ -81,7 +80,7 @@ def divide(
     for f in layout.fields:
         if f.capacity is not None or any(other.flag == f.name for other in layout.fields):
             table[:, COLUMN["counted"]] = known
-        known = known + _known_nbytes(f, layout, numels)
+        known = known + layout.known_nbytes(f, numels)
     table[:, COLUMN["tail"]] = known
     for i, (every, size) in enumerate(statistics):
         table[:, COLUMN[f"size{i}"]] = _of(size, -(-numels // every))
@@ -131,19 +130,3 @@ def _of(size: ir.Size, n: np.ndarray) -> np.ndarray:
     """`Size.of` for every row."""
     share: np.ndarray = (size.fraction * n).astype(np.int64)
     return np.asarray(np.minimum(n, np.maximum(size.least, share)))
-
-
-def _known_nbytes(f: Field, layout: Layout, numels: np.ndarray) -> np.ndarray:
-    """Bytes per row of a field's part of known length."""
-    blocks = -(-numels // layout.block)
-    if f.capacity is not None:
-        return blocks * COUNT_NBYTES
-    if f.scope is Scope.SELECTION or f.flag is not None:
-        return blocks * 0
-    if f.scope is Scope.TENSOR:
-        return blocks * 0 + f.item_nbytes
-    if f.scope is Scope.BLOCK:
-        return blocks * f.item_nbytes
-    full = numels // layout.block * element_nbytes(f.dtype, layout.block)
-    rest: Any = numels % layout.block  # the same arithmetic, on arrays
-    return np.asarray(full + element_nbytes(f.dtype, rest))

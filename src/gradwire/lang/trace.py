@@ -12,7 +12,7 @@ value, so data-dependent choices are written as `where(condition, a, b)`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from gradwire.lang import ir, shapes
-from gradwire.lang.source import LanguageError, here
+from gradwire.lang.source import here, mistake
 
 MAX_BLOCK = 65536
 MAX_SELECTION_BLOCK = 32768
@@ -73,7 +73,7 @@ def active() -> Trace:
     """The active trace; a `LanguageError` outside encode and decode."""
     trace = _active.get()
     if trace is None:
-        raise LanguageError(here(), "codec operators work only inside a codec's encode or decode")
+        raise mistake("codec operators work only inside a codec's encode or decode")
     return trace
 
 
@@ -83,6 +83,28 @@ _OF_NUMPY = {
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "less": "lt",
     "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
 }  # fmt: skip
+
+
+def _refused(why: str) -> Any:
+    def refuse(*_: object) -> Value:
+        raise mistake(why)
+
+    return refuse
+
+
+_Operator = Callable[["Value", object], "Value"]
+
+
+def _both_ways(function: str) -> tuple[_Operator, _Operator]:
+    """An operator with the symbol on its left, and with it on its right."""
+
+    def left(symbol: Value, other: object) -> Value:
+        return apply(function, symbol, other)
+
+    def right(symbol: Value, other: object) -> Value:
+        return apply(function, other, symbol)
+
+    return left, right
 
 
 class Value:
@@ -101,29 +123,19 @@ class Value:
         trace = active()
         size = integer(n)
         if size is None or not 1 <= size <= MAX_BLOCK:
-            raise LanguageError(here(), f"blocks({n!r}): a block holds 1 to {MAX_BLOCK} values")
+            raise mistake(f"blocks({n!r}): a block holds 1 to {MAX_BLOCK} values")
         if self.node.scope is not ir.Scope.ELEMENT:
-            raise LanguageError(here(), "blocks(): only elements can be divided into blocks")
+            raise mistake("blocks(): only elements can be divided into blocks")
         if trace.block not in (None, size):
-            raise LanguageError(here(), f"blocks({n}): this codec uses blocks of {trace.block}")
+            raise mistake(f"blocks({n}): this codec uses blocks of {trace.block}")
         trace.block = size
         return Value(self.node, blocked=True, within=True)
 
-    def __bool__(self) -> bool:
-        raise LanguageError(here(), "a symbol has no truth value while tracing: use where()")
-
-    def __iter__(self) -> Iterator[Value]:
-        raise LanguageError(here(), "a symbol cannot be iterated: operators act on all elements")
-
-    def __getitem__(self, item: object) -> Value:
-        raise LanguageError(here(), "a symbol cannot be indexed: use topk(), filter() or sort()")
-
-    def __len__(self) -> int:
-        raise LanguageError(here(), "the number of values is not known while tracing: use count()")
-
-    def __float__(self) -> float:
-        raise LanguageError(here(), f"a symbol is not a number while tracing: {_OPERATORS}")
-
+    __bool__ = _refused("a symbol has no truth value while tracing: use where()")
+    __iter__ = _refused("a symbol cannot be iterated: operators act on all elements")
+    __getitem__ = _refused("a symbol cannot be indexed: use topk(), filter() or sort()")
+    __len__ = _refused("the number of values is not known while tracing: use count()")
+    __float__ = _refused(f"a symbol is not a number while tracing: {_OPERATORS}")
     __int__ = __index__ = __complex__ = __float__
 
     def __format__(self, form: str) -> str:
@@ -132,7 +144,7 @@ class Value:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python and numpy ask of every object
             raise AttributeError(name)
-        raise LanguageError(here(), f"a symbol has no {name}: {_OPERATORS}")
+        raise mistake(f"a symbol has no {name}: {_OPERATORS}")
 
     def __array_ufunc__(self, function: Any, method: str, *operands: object, **_: object) -> Value:
         # of numpy's numbers, which take the operator from the symbol on their right
@@ -140,9 +152,7 @@ class Value:
 
         name = _OF_NUMPY.get(function.__name__)
         if name is None or method != "__call__":
-            raise LanguageError(
-                here(), f"numpy's {function.__name__} does not take symbols: {_OPERATORS}"
-            )
+            raise mistake(f"numpy's {function.__name__} does not take symbols: {_OPERATORS}")
         # a number that is compared comes as an array of no dimension
         given = [x.item() if isinstance(x, numpy.ndarray) and not x.ndim else x for x in operands]
         if name in ("gt", "ge"):
@@ -151,13 +161,12 @@ class Value:
 
     def __pow__(self, exponent: object, modulus: object = None) -> Value:
         if modulus is not None:
-            raise LanguageError(here(), f"symbols have no operator %: {_OPERATORS}")
+            raise mistake(f"symbols have no operator %: {_OPERATORS}")
         times = integer(exponent)
         if times is None and isinstance(exponent, float) and exponent.is_integer():
             times = int(exponent)
         if times is None or not 1 <= times <= MAX_POWER:
-            raise LanguageError(
-                here(),
+            raise mistake(
                 f"x ** {exponent!r}: an exponent is 1 to {MAX_POWER}: write sqrt(x), inverse(x) or "
                 "products",
             )
@@ -172,31 +181,18 @@ class Value:
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> Value:
         name = getattr(function, "__name__", str(function))
-        raise LanguageError(here(), f"torch's {name} does not take symbols: {_OPERATORS}")
+        raise mistake(f"torch's {name} does not take symbols: {_OPERATORS}")
 
-    def __add__(self, other: object) -> Value:
-        return apply("add", self, other)
-
-    def __radd__(self, other: object) -> Value:
-        return apply("add", other, self)
-
-    def __sub__(self, other: object) -> Value:
-        return apply("sub", self, other)
-
-    def __rsub__(self, other: object) -> Value:
-        return apply("sub", other, self)
-
-    def __mul__(self, other: object) -> Value:
-        return apply("mul", self, other)
-
-    def __rmul__(self, other: object) -> Value:
-        return apply("mul", other, self)
-
-    def __truediv__(self, other: object) -> Value:
-        return apply("div", self, other)
-
-    def __rtruediv__(self, other: object) -> Value:
-        return apply("div", other, self)
+    __add__, __radd__ = _both_ways("add")
+    __sub__, __rsub__ = _both_ways("sub")
+    __mul__, __rmul__ = _both_ways("mul")
+    __truediv__, __rtruediv__ = _both_ways("div")
+    __and__, __rand__ = _both_ways("and")
+    __or__, __ror__ = _both_ways("or")
+    __lt__, __gt__ = _both_ways("lt")
+    __le__, __ge__ = _both_ways("le")
+    __eq__ = _both_ways("eq")[0]  # type: ignore[assignment]
+    __ne__ = _both_ways("ne")[0]  # type: ignore[assignment]
 
     def __neg__(self) -> Value:
         return apply("neg", self)
@@ -204,45 +200,8 @@ class Value:
     def __abs__(self) -> Value:
         return apply("abs", self)
 
-    def __lt__(self, other: object) -> Value:
-        return apply("lt", self, other)
-
-    def __le__(self, other: object) -> Value:
-        return apply("le", self, other)
-
-    def __gt__(self, other: object) -> Value:
-        return apply("lt", other, self)
-
-    def __ge__(self, other: object) -> Value:
-        return apply("le", other, self)
-
-    def __eq__(self, other: object) -> Value:  # type: ignore[override]
-        return apply("eq", self, other)
-
-    def __ne__(self, other: object) -> Value:  # type: ignore[override]
-        return apply("ne", self, other)
-
-    def __and__(self, other: object) -> Value:
-        return apply("and", self, other)
-
-    def __or__(self, other: object) -> Value:
-        return apply("or", self, other)
-
-    def __rand__(self, other: object) -> Value:
-        return apply("and", other, self)
-
-    def __ror__(self, other: object) -> Value:
-        return apply("or", other, self)
-
     def __invert__(self) -> Value:
         return apply("not", self)
-
-
-def _refused(operator: str) -> Any:
-    def refuse(*_: object) -> Value:
-        raise LanguageError(here(), f"symbols have no operator {operator}: {_OPERATORS}")
-
-    return refuse
 
 
 for _name, _operator in {
@@ -251,7 +210,7 @@ for _name, _operator in {
     "rlshift": "<<", "rshift": ">>", "rrshift": ">>", "round": "round", "trunc": "trunc",
     "floor": "math.floor", "ceil": "math.ceil", "contains": "in", "setitem": "x[...] =",
 }.items():  # fmt: skip
-    setattr(Value, f"__{_name}__", _refused(_operator))
+    setattr(Value, f"__{_name}__", _refused(f"symbols have no operator {_operator}: {_OPERATORS}"))
 
 
 @dataclass(frozen=True)
@@ -265,18 +224,18 @@ def lift(operand: object) -> Value:
     """A symbol for a symbol or a Python number; anything else is a `LanguageError`."""
     if isinstance(operand, Value):
         return operand
-    return Value(ir.const(constant(operand, here())))
+    return Value(ir.const(constant(operand)))
 
 
-def constant(number: object, location: str) -> float:
+def constant(number: object) -> float:
     """A number of Python or numpy; anything else is a `LanguageError`."""
     if isinstance(number, bool) or not isinstance(number, Real):
         kind = type(number).__name__
-        raise LanguageError(location, f"expected a symbol or a number, not {kind}")
+        raise mistake(f"expected a symbol or a number, not {kind}")
     try:
         return float(number)
     except OverflowError:
-        raise LanguageError(location, "a constant is too large: use float('inf')") from None
+        raise mistake("a constant is too large: use float('inf')") from None
 
 
 def integer(number: object) -> int | None:
@@ -285,18 +244,28 @@ def integer(number: object) -> int | None:
     return int(number) if whole else None  # type: ignore[call-overload]
 
 
-def size(number: object, least: int, option: str, location: str) -> int:
+def size(number: object, least: int, option: str) -> int:
     """A whole number from `least` to `MAX_SIZE`, as Python's; anything else is a
     `LanguageError`."""
     whole = integer(number)
     if whole is None or not least <= whole <= MAX_SIZE:
-        raise LanguageError(location, f"{option}={number!r} must be {least} to {MAX_SIZE}")
+        raise mistake(f"{option}={number!r} must be {least} to {MAX_SIZE}")
     return whole
+
+
+def record(
+    op: str,
+    args: Iterable[ir.Node] = (),
+    attr: object = None,
+    dtype: str = "fp32",
+    scope: ir.Scope | None = None,
+) -> ir.Node:
+    """An operation, as a node with the codec's current line."""
+    return ir.node(op, args, attr, dtype=dtype, scope=scope, location=here())
 
 
 def apply(function: str, *operands: object) -> Value:
     """An alu operation on symbols and numbers; checks the kinds of the operands."""
-    location = here()
     values = [lift(operand) for operand in operands]
     _, kind, _ = ir.ALU[function]
     for position, value in enumerate(values):
@@ -304,40 +273,39 @@ def apply(function: str, *operands: object) -> Value:
         dtype = value.node.dtype
         if dtype == "selection" or (dtype == "bool") != wants_bool:
             wanted = "a condition" if wants_bool else "a number"
-            raise LanguageError(
-                location,
+            raise mistake(
                 f"{function}: operand {position + 1} must be {wanted}, not {dtype}",
             )
-    nodes = meet([as_number(v.node) for v in values], location)
-    result = ir.alu(function, *nodes, location=location)
+    nodes = meet([as_number(v.node) for v in values])
+    result = ir.alu(function, *nodes, location=here())
     return Value(result, any(v.blocked for v in values), any(v.within for v in values))
 
 
-def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
+def meet(nodes: list[ir.Node]) -> list[ir.Node]:
     """Operands of one operation; values of blocks are gathered if other operands are entries."""
     scopes = {n.scope for n in nodes}
     if ir.Scope.MATRIX in scopes and scopes & {
         ir.Scope.BLOCK, ir.Scope.SELECTION, ir.Scope.ELEMENT,
     }:  # fmt: skip
-        raise LanguageError(location, "a matrix and elements do not mix: use elements(matrix)")
-    shapes.alike(nodes, location)
+        raise mistake("a matrix and elements do not mix: use elements(matrix)")
+    shapes.alike(nodes)
     if ir.Scope.SELECTION not in scopes:
         return nodes
     if ir.Scope.ELEMENT in scopes:
-        raise LanguageError(location, "elements and entries do not mix: use gather(x, selection)")
+        raise mistake("elements and entries do not mix: use gather(x, selection)")
     chosen = {selection_of(n) for n in nodes if n.scope is ir.Scope.SELECTION}
     if len(chosen) > 1:
-        raise LanguageError(location, "entries of two selections do not mix")
+        raise mistake("entries of two selections do not mix")
     (selection,) = chosen
-    return [_of_entries(n, selection, location) if n.scope is ir.Scope.BLOCK else n for n in nodes]
+    return [_of_entries(n, selection) if n.scope is ir.Scope.BLOCK else n for n in nodes]
 
 
-def _of_entries(n: ir.Node, selection: ir.Node, location: str) -> ir.Node:
+def _of_entries(n: ir.Node, selection: ir.Node) -> ir.Node:
     """A number or condition of a block, for each of its entries."""
     if n.dtype == "bool":
-        number = ir.alu("where", n, ir.const(1.0), ir.const(0.0), location=location)
-        return ir.alu("ne", _of_entries(number, selection, location), ir.const(0.0))
-    return ir.node("gather", (n, selection), scope=ir.Scope.SELECTION, location=location)
+        number = ir.alu("where", n, ir.const(1.0), ir.const(0.0), location=here())
+        return ir.alu("ne", _of_entries(number, selection), ir.const(0.0))
+    return record("gather", (n, selection), scope=ir.Scope.SELECTION)
 
 
 def _entries(n: ir.Node) -> list[ir.Node]:
@@ -364,23 +332,22 @@ def as_number(node: ir.Node) -> ir.Node:
     return ir.node("cast", (node,), "nearest", dtype="fp32", location=node.location)
 
 
-def whole(value: Value, operator: str, location: str) -> Value:
+def whole(value: Value, operator: str) -> Value:
     """The value, unless its elements are those of blocks: of those, `operator` takes no account."""
     if lift(value).within:
-        raise LanguageError(
-            location,
+        raise mistake(
             f"{operator}: takes the whole tensor, and not each of blocks({active().block}): give "
             f"it what was there before blocks()",
         )
     return value
 
 
-def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:
+def numbers_of_elements(value: Value, operator: str) -> ir.Node:
     """The node as fp32, if it is numbers of elements; else a `LanguageError`."""
     node = as_number(lift(value).node)
     if node.scope is not ir.Scope.ELEMENT or node.dtype == "bool":
         found = "conditions" if node.dtype == "bool" else f"{node.scope.name.lower()} scope"
-        raise LanguageError(location, f"{operator}: takes numbers of elements, not {found}")
+        raise mistake(f"{operator}: takes numbers of elements, not {found}")
     return node
 
 
@@ -390,7 +357,7 @@ def stream(shared: str | None = None) -> ir.Stream:
         try:
             name = bytes(shared, "utf-8")
         except (TypeError, UnicodeEncodeError):
-            raise LanguageError(here(), f"random: shared is a name, not {shared!r}") from None
+            raise mistake(f"random: shared is a name, not {shared!r}") from None
         digest = hashlib.blake2b(name, digest_size=8).digest()
         # the first 2^16 numbers are left to origins, which are hashed with the same key (rng.py)
         number = ORIGINS + int.from_bytes(digest, "little") % (2**64 - ORIGINS)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradwire.lang import ir
 from gradwire.lang.codec import Codec
 from gradwire.lang.ir import Scope
 from gradwire.lang.source import LanguageError
 from gradwire.lang.trace import MAX_SELECTION_BLOCK, Payload, Value, selection_of
-
-if TYPE_CHECKING:
-    from gradwire.lang.forms import Field
 
 MAX_GATHERED = 16  # of Run in emit/selection.h
 
@@ -86,11 +83,7 @@ def _tails(codec: Codec, result: Payload, at: str) -> None:
             raise LanguageError(_at(codec, "encode", n), problem)
 
 
-def same(
-    codec: Codec,
-    found: tuple[tuple[Field, ...], int],
-    before: tuple[tuple[Field, ...], int],
-) -> None:
+def same(codec: Codec, found: object, before: object) -> None:
     """Check that every trace of encode and encode_sum stores the same fields and blocks."""
     if found != before:
         raise LanguageError(
@@ -105,9 +98,9 @@ def table(codec: Codec, found: tuple[float, ...], before: tuple[float, ...]) -> 
         raise LanguageError(_definition(codec, "encode"), "a codec has one table of numbers")
 
 
-def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
+def block(codec: Codec, size: int, selects: bool) -> None:
     """Check that a block's count of selected elements fits in two bytes."""
-    if size > MAX_SELECTION_BLOCK and any(f.capacity is not None for f in fields):
+    if size > MAX_SELECTION_BLOCK and selects:
         raise LanguageError(
             _definition(codec, "encode"),
             f"blocks({size}): with a selection a block holds at most {MAX_SELECTION_BLOCK} values",

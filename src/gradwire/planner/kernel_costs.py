@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gradwire.lang import ROW, Codec, Kernels, jit, kernel_cache, kernels
+from gradwire.lang import ROW, Codec, Kernels, kernels
+from gradwire.lang.native import cache, jit
 from gradwire.planner.whole import write_whole
 
 Curve = tuple[float, float, float]  # CALL, VALUE and PAYLOAD
@@ -77,12 +78,11 @@ def _points(
     points: list[Point] = []
     for numel in VALUES:
         payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8)
-        size = np.array([numel])
-        workspace = torch.empty(made.workspace_nbytes(size, threads), dtype=torch.uint8)
+        room = torch.empty(made.workspace_nbytes(np.array([numel]), threads), dtype=torch.uint8)
         rows = np.zeros(1, ROW)
         rows["payload"], rows["numel"], rows["key"] = payload.data_ptr(), numel, 1
         rows["values"], rows["residual"] = values.data_ptr(), residual.data_ptr()
-        made.run("encode", rows, threads=threads, workspace=workspace)  # a payload to decode
+        made.run("encode", rows, threads=threads, workspace=room)  # a payload to decode
         for payloads in PAYLOADS if sums else (0,):
             peers = payload.repeat(max(payloads, 1))
             rows["source"] = peers.data_ptr()
@@ -95,7 +95,7 @@ def _points(
                 rows["residual"] = residual.data_ptr() + 4 * first
                 begun = time.perf_counter()
                 made.run(
-                    form, rows, threads=threads, workspace=workspace,
+                    form, rows, threads=threads, workspace=room,
                     distances=distances,
                     ranks=payloads + own if sums else 1, rank=0 if own else -1,
                 )  # fmt: skip
@@ -128,7 +128,7 @@ def file(threads: int, name: str = "curves") -> Path:
     key = f"{processor()}, {threads} threads, torch {torch.__version__}"
     key += " ".join(jit.kernel_flags())  # flags change the kernels' speed
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return kernel_cache.folder() / f"{name}-{digest}.json"
+    return cache.folder() / f"{name}-{digest}.json"
 
 
 def processor() -> str:

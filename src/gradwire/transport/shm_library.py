@@ -15,14 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gradwire.lang import jit, prebuilt
+from gradwire.lang.native import jit, prebuilt
 
 _FILES = ("shm_ring.c", "shm_wait.c")
 REFUSED = (1 << 64) - 1  # what shm_send and shm_receive return once stopped
 
 
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
+SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "shm_size": ((_INT, _NUMBER), _NUMBER),
     "shm_map": ((_INT, _NUMBER), _POINTER),
     "shm_unmap": ((_POINTER, _NUMBER), None),
@@ -47,7 +47,6 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "shm_stop": ((_POINTER, _NUMBER), None),
     "shm_free": ((_POINTER,), None),
 }
-NAMES = tuple(_SIGNATURES)
 
 
 class Ended(IntEnum):
@@ -84,11 +83,7 @@ def load() -> SimpleNamespace:
         raise jit.CompileError("switched off by GRADWIRE_SHM=0")
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED"):
         raise jit.CompileError("only Linux has memfd_create, SO_PEERCRED and futexes")
-    functions, _ = prebuilt.functions(source(), NAMES)
-    for name, (arguments, result) in _SIGNATURES.items():
-        functions[name].argtypes = arguments
-        functions[name].restype = result
-    return SimpleNamespace(**functions)
+    return SimpleNamespace(**prebuilt.functions(source(), SIGNATURES))
 
 
 def unavailable() -> str | None:

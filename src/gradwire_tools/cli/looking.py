@@ -117,7 +117,7 @@ def codec_build(
     Wheels carry what this makes. The compiler is gcc, or GRADWIRE_CC.
     """
     from gradwire import wheel
-    from gradwire.lang import build, jit, prebuilt
+    from gradwire.lang.native import build, jit, prebuilt
     from gradwire_tools.bench.progress import progress
 
     with output(json_file) as out:
@@ -144,11 +144,11 @@ def codec_cache(
 
     Kernels that came with the installation are not among them, nor are the caches of Triton.
     """
-    from gradwire.lang import kernel_cache
+    from gradwire.lang.native import cache
 
-    found = kernel_cache.files()
+    found = cache.files()
     row = {
-        "folder": str(kernel_cache.folder()),
+        "folder": str(cache.folder()),
         "files": len(found),
         "bytes": sum(path.stat().st_size for path in found),
         "removed": clear,

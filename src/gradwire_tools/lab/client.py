@@ -321,15 +321,15 @@ def delay_line() -> str:
         ConfigError: there is no C compiler, it fails, or others control the cache folder.
     """
     # Imported here since the supervisor imports this package and must not import torch.
-    from gradwire.lang import kernel_cache
-    from gradwire.lang.jit import CompileError, compiler, run
+    from gradwire.lang.native import cache
+    from gradwire.lang.native.jit import CompileError, compiler, run
 
     source = Path(__file__).with_name("delay_line.c")
     name = f"delay_line-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
     try:
         gcc = compiler()
-        program = kernel_cache.obtain(
-            kernel_cache.folder() / name,
+        program = cache.obtain(
+            cache.folder() / name,
             lambda made: run([gcc, "-O2", "-o", str(made), str(source)]),
         )
     except (CompileError, OSError) as error:

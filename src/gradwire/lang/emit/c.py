@@ -6,19 +6,35 @@ the code around them; c_stack.py places large arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from importlib import resources
+from typing import TYPE_CHECKING
 
-from gradwire.lang import ir, passes
+from gradwire.lang import forms, ir, passes
+from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c_rows, c_stack
 from gradwire.lang.emit.c_entries import GroupRows, rank_function
 from gradwire.lang.emit.c_nodes import streams
-from gradwire.lang.layout import Layout
+from gradwire.lang.forms import FORMS
+from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.sweeps import Loop, Sweep
 
-# Functions of `lowrank`.
-LOWRANK = ("lowrank_left", "lowrank_columns", "lowrank_right", "lowrank_finish")
+if TYPE_CHECKING:  # sources are also generated without torch
+    import torch
+
+# The functions of the sources: the types of their arguments and results. Of a codec:
+_ROWS = c_void_p, c_int64, c_int32
+_FORM = *_ROWS, c_int32, c_void_p, c_float, c_int32, c_void_p, c_void_p
+FORM = dict.fromkeys(FORMS, (_FORM, c_int))
+SERIES = {"run_series": ((c_void_p, c_int64), c_int64)}  # of `series`
+LOWRANK = {
+    "lowrank_left": (_ROWS, None),
+    "lowrank_columns": ((*_ROWS, c_int32, c_void_p, c_int64), None),
+    "lowrank_right": (_ROWS, None),
+    "lowrank_finish": (_ROWS, None),
+}
 
 
 @lru_cache(maxsize=1)
@@ -42,6 +58,13 @@ def lowrank() -> str:
 @lru_cache(maxsize=4)
 def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
+
+
+def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
+    """The C source of the named forms of a codec, without the prelude that all kernels share."""
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs
+    return emit([programs[name] for name in names], layout(codec, native), native)
 
 
 def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:

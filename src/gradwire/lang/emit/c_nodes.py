@@ -1,4 +1,4 @@
-"""C expressions: a rule per operation of the IR, and the writer of a function's text.
+"""C expressions: a rule `node_OP` per operation of the IR, and the writer of a function's text.
 
 Names in the generated code: nI is the value of node I, aI its elements in an array, sI its numbers
 of blocks, cI codes to be packed, kI keys of a selection. A trailing underscore marks the storage of
@@ -8,13 +8,16 @@ the whole group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from gradwire.lang import ir, passes
+from gradwire.lang.emit import ALU, cast, stream_name
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
 from gradwire.lang.sweeps import Loop, Sink
 
+C = 0  # the target's place in a rule
 MAX_NESTED = 4  # `where`s within one another in an integer expression
 
 REGISTER = {
@@ -23,43 +26,6 @@ REGISTER = {
 }  # fmt: skip
 MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16", "fp8": "uint8_t", "int32": "i32"}
 VALUES = {"fp32": "float", "bf16": "uint16_t", "fp16": "uint16_t"}
-
-ALU = {
-    "add": "{} + {}",
-    "sub": "{} - {}",
-    "mul": "{} * {}",
-    "div": "{} / {}",
-    "max": "{0} > {1} ? {0} : {1}",
-    "min": "{0} < {1} ? {0} : {1}",
-    "neg": "-{}",
-    "abs": "fabsf({})",
-    "floor": "floorf({})",
-    "sqrt": "sqrtf({})",
-    "isfinite": "is_finite({})",
-    "lt": "{} < {}",
-    "le": "{} <= {}",
-    "eq": "{} == {}",
-    "ne": "{} != {}",
-    "and": "{} & {}",
-    "or": "{} | {}",
-    "not": "!{}",
-    "where": "{} ? {} : {}",
-}
-
-CASTS = {
-    ("fp32", "stored"): "to_fp32({})",
-    ("bf16", "nearest"): "to_bf16_nearest({})",
-    ("bf16", "down"): "to_bf16_down({})",
-    ("bf16", "up"): "to_bf16_up({})",
-    ("fp16", "nearest"): "to_fp16_nearest({})",
-    ("fp16", "saturated"): "to_fp16_saturated({})",
-    ("fp8", "nearest"): "to_fp8({})",
-    ("int32", "zero"): "to_int32({})",
-    ("code", "zero"): "to_uint({}, {zero}, {top})",
-}
-WIDENINGS = {
-    "bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp8": "from_fp8({})", "fp32": "{}",
-}  # fmt: skip
 
 
 def streams(programs: Iterable[ir.Function]) -> tuple[ir.Stream, ...]:
@@ -106,11 +72,6 @@ def literal(value: float) -> str:
     return f"({text}f)" if text.startswith("-") else f"{text}f"
 
 
-def stream_name(stream: ir.Stream) -> str:
-    kind = "shared" if stream.shared else "peer" if stream.source else "stream"
-    return f"{kind}{stream.number}"
-
-
 def register(n: Node) -> str:
     return REGISTER.get(n.dtype, "int32_t")
 
@@ -145,11 +106,12 @@ class Writer:
     def put(self, text: str) -> None:
         self.lines.append("  " * self.indent + text)
 
-    def open(self, text: str) -> None:
+    @contextmanager
+    def braces(self, text: str, tail: str = "}") -> Iterator[None]:
+        """What is put here stands in the braces that `text` opens and `tail` closes."""
         self.put(f"{text} {{")
         self.indent += 1
-
-    def close(self, tail: str = "}") -> None:
+        yield
         self.indent -= 1
         self.put(tail)
 
@@ -180,7 +142,7 @@ class Writer:
         self.put(f"{values} *restrict values = call->large ? fresh : to;")
 
     def define(self, n: Node) -> None:
-        self.put(f"const {register(n)} {self.name(n)} = {NODES[n.op](self, n)};")
+        self.put(f"const {register(n)} {self.name(n)} = {getattr(self, f'node_{n.op}')(n)};")
 
     def name(self, n: Node) -> str:
         """The expression that reads a node: a literal, an argument, a local or an array element."""
@@ -206,7 +168,7 @@ class Writer:
         names = (self.name(a) for a in n.args)
         if n.attr in ("min", "max"):
             names = (self.limit(a) if a.op == "const" else self.name(a) for a in n.args)
-        return ALU[str(n.attr)].format(*names)
+        return ALU[str(n.attr)][C].format(*names)
 
     def node_lookup(self, n: Node) -> str:
         x, *numbers = n.args
@@ -223,14 +185,12 @@ class Writer:
 
     def node_cast(self, n: Node) -> str:
         x = n.args[0]
-        if n.dtype == "fp32" and n.attr != "stored":
-            return WIDENINGS.get(x.dtype, "(float){}").format(self.name(x))
-        if n.dtype in ir.CODES and not needs_clamp(n):
+        if n.dtype not in ir.CODES:
+            return cast(n, C, self.name(x))
+        if not needs_clamp(n):
             return self.integer(x, wide=code_cell(n.dtype) == "int32_t")
-        if n.dtype in ir.CODES:
-            zero, top = (self.limits[literal(x)] for x in (0.0, float(ir.TOP[n.dtype])))
-            return CASTS["code", str(n.attr)].format(self.name(x), zero=zero, top=top)
-        return CASTS[n.dtype, str(n.attr)].format(self.name(x))
+        zero, top = (self.limits[literal(x)] for x in (0.0, float(ir.TOP[n.dtype])))
+        return cast(n, C, self.name(x), zero=zero, top=top)
 
     def integer(self, n: Node, wide: bool, depth: int = 0) -> str:
         """A number that is a code, as an integer expression: `where`s of constants use integers.
@@ -321,17 +281,3 @@ class Writer:
 
     def field(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)
-
-
-NODES: dict[str, Callable[..., str]] = {
-    "alu": Writer.node_alu,
-    "lookup": Writer.node_lookup,
-    "cast": Writer.node_cast,
-    "load": Writer.node_load,
-    "field": Writer.node_field,
-    "random": Writer.node_random,
-    "index": Writer.node_index,
-    "reduce": Writer.node_reduce,
-    "keep": Writer.node_keep,
-    "gather": Writer.node_gather,
-}

@@ -4,7 +4,7 @@ Place           a row's field offsets, random streams and workspace, computed on
 FORM_sweepN     divides the blocks of all rows among threads, and takes GROUP at a time; a sweep
                 that selects goes row by row, since a selection belongs to one row
 FORM_completeN  computes tensor reductions from the partial results of a sweep
-FORM            the entry point, with the signature that lang/native.py calls
+FORM            the entry point, with the signature that lang/kernels.py calls
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ static void {form}_clear(const Call *call, int thread, int threads) {{
 
 
 def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:
-    """The function that lang/native.py calls."""
+    """The function that lang/kernels.py calls."""
     lines = [
         f"int {form}(const Row *rows, int64_t n, int32_t ranks, int32_t rank,",
         "    const int64_t *distances, float factor, int32_t threads, void *workspace,",

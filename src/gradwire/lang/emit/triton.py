@@ -9,9 +9,9 @@ are packed by a sum over K and unpacked by shifts, without moving data between t
 the natural order. An element that several views need is computed in each.
 
 triton_nodes.py has a rule per operation, triton_entries.py the rules for selections and kept codes,
-triton_text.py what single operations are in Triton, triton_rows.py the code around them. The
-generated code calls triton_prelude.py, triton_numbers.py, triton_reductions.py, triton_selection.py
-and triton_codes.py. A generated file ends with the steps of every form, which lang/gpu.py runs:
+triton_rows.py the code around them. The generated code calls triton_prelude.py, triton_numbers.py,
+triton_reductions.py, triton_selection.py and triton_codes.py. A generated file ends with the steps
+of every form, which lang/gpu.py runs:
 
 | step | meaning |
 | --- | --- |
@@ -25,19 +25,37 @@ and triton_codes.py. A generated file ends with the steps of every form, which l
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from gradwire.lang import ir, passes
+from gradwire.errors import ConfigError
+from gradwire.lang import forms, ir, passes
+from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_entries import Kernel
-from gradwire.lang.emit.triton_text import ALU, CASTS, literal
-from gradwire.lang.layout import Layout
+from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.sweeps import Partial
 
-__all__ = ["ALU", "CASTS", "NODES", "emit", "lacking", "literal"]
+if TYPE_CHECKING:  # sources are also generated without torch
+    import torch
 
-NODES = Kernel.RULES
+NODES = {op for op in ir.OPS if hasattr(Kernel, f"node_{op}")}
 # emitted as part of other nodes: of keys, of stores and sums
 WITHIN = ("const", "select", "scatter")
+
+
+def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
+    """The generated Triton source of the codec's kernels, without the prelude.
+
+    Raises `ConfigError` for a codec with operations that the target does not support.
+    """
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs.values()
+    missing = lacking(programs)
+    if missing:
+        raise ConfigError(
+            f"target 'triton' does not support {', '.join(missing)} of {codec!r}: use target 'c'"
+        )
+    return emit(programs, layout(codec, native), native)
 
 
 def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:

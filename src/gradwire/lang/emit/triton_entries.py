@@ -14,10 +14,8 @@ from __future__ import annotations
 from gradwire.lang import ir
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_nodes import Nodes
-from gradwire.lang.emit.triton_rows import planes_of
-from gradwire.lang.emit.triton_text import LOADS, STORES
+from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import element_nbytes
 from gradwire.lang.sweeps import Partial, Sink
 
 
@@ -33,7 +31,7 @@ class Kernel(Nodes):
                 self.field(sink.name, sink.node)
                 self.clear()
             elif sink.kind == "field" and sink.node.op == "keep":
-                self.kept(sink.name, sink.node)
+                self.kept(sink.node)
             elif sink.kind == "field":
                 self.field(sink.name, sink.node)
             elif sink.kind == "key":
@@ -125,20 +123,12 @@ class Kernel(Nodes):
                 n = next(n for name, n in self.program.fields if name == f.name)
                 self.planes("tl.load(row + TAIL)", n, zero=True)
 
-    def kept(self, name: str, n: Node) -> None:
+    def kept(self, n: Node) -> None:
         """Pack the codes of blocks whose flag is set, behind those of earlier blocks."""
         codes, flag = n.args
-        stride = element_nbytes(n.dtype, self.layout.block)
-        self.used.payload = True
         before = self.before("0")
         self.put(f"flag = {self.value(flag, self.main)} != 0")
-        for plane in planes_of(n.dtype):
-            v = self.view(plane.cells)
-            digit = f"tl.where(in{v}, {plane.digit(self.value(codes, v))}, 0)"
-            byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
-            offset = f"{before} * {stride}{self.plane_offset(n.dtype, plane)}"
-            inside = f"here & flag & (j{v} < L{v})"
-            self.put(f"store8(payload + tl.load(row + TAIL), {offset}, {byte}, {inside}, False)")
+        self.planes("tl.load(row + TAIL)", codes, kept=before)
 
     # nodes ----------------------------------------------------------------------------------------
 
@@ -168,18 +158,8 @@ class Kernel(Nodes):
 
     def received_kept(self, n: Node, view: int) -> str:
         """Kept codes; 0 in blocks whose flag is not set."""
-        assert isinstance(n.attr, ir.FieldRef)
-        flag, v = self.value(n.args[0], view), self.view(view)
-        before = self.before(self.slot(n))
-        stride = element_nbytes(n.dtype, self.layout.block)
-        digits = []
-        for plane in planes_of(n.dtype):
-            j, k, inside, _ = self.cell(plane, v)
-            offset = f"{before} * {stride}{self.plane_offset(n.dtype, plane, j)}"
-            address = f"{self.base(n)} + tl.load(row + TAIL)"
-            byte = f"load8({address}, {offset}, {inside} & ({flag} != 0), False)"
-            digits.append(plane.taken(byte, k))
-        return " | ".join(digits)
+        flag, before = self.value(n.args[0], view), self.before(self.slot(n))
+        return self.unpacked(n, f"{self.base(n)} + tl.load(row + TAIL)", view, before, flag)
 
     def accumulate(self, fold: Node, total: str, view: int) -> None:
         if len(fold.args) == 2:
@@ -246,10 +226,3 @@ class Kernel(Nodes):
             if self.index(f.name) < self.index(name)
         ]
         return f"{base} + tl.load(row + TAIL){''.join(sizes)}"
-
-
-Kernel.RULES = Nodes.RULES | {
-    "field": Kernel.node_field,
-    "gather": Kernel.node_gather,
-    "keep": Kernel.node_keep,
-}

@@ -1,4 +1,4 @@
-"""Triton expressions: a rule per operation, the stores of a sweep, and the kernel's text.
+"""Triton expressions: a rule `node_OP` per operation, the stores of a sweep, and the kernel's text.
 
 Names in the generated code: bI is node I of block scope, tI of tensor or constant scope; xI_C are
 its elements in view C (emit/triton.py). A trailing underscore marks values from the payload of a
@@ -7,20 +7,27 @@ peer.
 
 from __future__ import annotations
 
-import struct
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from gradwire.lang import ir, passes
-from gradwire.lang.emit import triton_rows
-from gradwire.lang.emit.triton_rows import Plane, main_view, planes_of
-from gradwire.lang.emit.triton_text import ALU, CASTS, LOADS, STORES, WIDENINGS, by_halves, literal
+from gradwire.lang.emit import ALU, cast, stream_name, triton_rows
+from gradwire.lang.emit.triton_rows import (
+    LOADS,
+    STORES,
+    Plane,
+    bits_of,
+    by_halves,
+    literal,
+    main_view,
+    planes_of,
+)
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
 from gradwire.lang.sweeps import Partial
 
+TRITON = 1  # the target's place in a rule
 # operation -> how many of its operands its rule reads in the kernel's usual place
 OPERANDS = {"alu": 3, "lookup": 1, "cast": 1, "keep": 2, "gather": 1, "reduce": 1, "rotate": 1}
 
@@ -28,7 +35,6 @@ OPERANDS = {"alu": 3, "lookup": 1, "cast": 1, "keep": 2, "gather": 1, "reduce": 
 class Nodes:
     """The text of the kernel of one sweep, for elements, blocks and rows."""
 
-    RULES: ClassVar[dict[str, Callable[..., str | None]]]
     only: str | None = None  # condition that restricts loads of elements; None: all
 
     def __init__(self, program: ir.Function, layout: Layout, native: str) -> None:
@@ -77,21 +83,23 @@ class Nodes:
         else:
             self.put(f"{store}(payload + {at} + block * {size}, g, {value}, here, False)")
 
-    def planes(self, at: str, n: Node, zero: bool = False) -> None:
-        """Pack codes plane by plane, or write zeros in their place."""
+    def planes(self, at: str, n: Node, kept: str = "", zero: bool = False) -> None:
+        """Pack codes plane by plane, or write zeros in their place.
+
+        kept: the place of a block among those whose `flag` is set, if only these are stored.
+        """
         stride = element_nbytes(n.dtype, self.layout.block)
         self.used.payload = True
+        address = f"payload + {at}" if kept else f"payload + {at} + block * {stride}"
+        here, full = ("here & flag", "False") if kept else ("here", "FULL")
         for plane in planes_of(n.dtype):
             v = self.view(plane.cells)
-            inside = f"here & (j{v} < L{v})"
-            if zero:
-                byte = f"j{v} * 0"
-            else:
+            byte = f"j{v} * 0"
+            if not zero:
                 digit = f"tl.where(in{v}, {plane.digit(self.value(n, v))}, 0)"
                 byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
-            address = f"payload + {at} + block * {stride}"
-            offset = f"g * {stride}{self.plane_offset(n.dtype, plane)}"
-            self.put(f"store8({address}, {offset}, {byte}, {inside}, FULL)")
+            offset = f"{kept or 'g'} * {stride}{self.plane_offset(n.dtype, plane)}"
+            self.put(f"store8({address}, {offset}, {byte}, {here} & (j{v} < L{v}), {full})")
 
     def plane_offset(self, dtype: str, plane: Plane, j: str = "") -> str:
         """The offset of byte j of a plane from the first byte of the block, as terms to add."""
@@ -139,7 +147,7 @@ class Nodes:
     def compute(self, n: Node, view: int) -> None:
         """Emit the computation of a value."""
         name = self.name(n, view)
-        text = self.RULES[n.op](self, n, view)
+        text = getattr(self, f"node_{n.op}")(n, view)
         if text is not None:
             self.put(f"{name} = {text}")
         self.memo[of_view(n, view)] = name
@@ -152,10 +160,7 @@ class Nodes:
 
     def tensor(self, n: Node, view: int) -> str:
         """A value that is a tensor even if it is a constant."""
-        if n.op != "const":
-            return self.value(n, view)
-        (bits,) = struct.unpack("<I", struct.pack("<f", ir.single(float(str(n.attr)))))
-        return f"number({bits:#x})"
+        return bits_of(float(str(n.attr))) if n.op == "const" else self.value(n, view)
 
     @property
     def folding(self) -> bool:
@@ -202,13 +207,15 @@ class Nodes:
         self.used.payload = True
         return "payload"
 
-    def unpacked(self, n: Node, base: str, view: int) -> str:
-        """Codes in any view; `base` is the address of the field."""
+    def unpacked(self, n: Node, base: str, view: int, kept: str = "", flag: str = "") -> str:
+        """Codes in any view; `base` is the address of the field; `kept` as for `planes`."""
         stride, v = element_nbytes(n.dtype, self.layout.block), self.view(view)
-        address, digits = f"{base} + block * {stride}", []
+        address, digits = base if kept else f"{base} + block * {stride}", []
         for plane in planes_of(n.dtype):
             j, k, inside, aligned = self.cell(plane, v)
-            offset = f"g * {stride}{self.plane_offset(n.dtype, plane, j)}"
+            if kept:
+                inside, aligned = f"{inside} & ({flag} != 0)", "False"
+            offset = f"{kept or 'g'} * {stride}{self.plane_offset(n.dtype, plane, j)}"
             digits.append(plane.taken(f"load8({address}, {offset}, {inside}, {aligned})", k))
         return " | ".join(digits)
 
@@ -226,7 +233,7 @@ class Nodes:
             self.value(a, view) if plain or n.attr == "where" else self.tensor(a, view)
             for a in n.args
         ]
-        return ALU[str(n.attr)].format(*operands)
+        return ALU[str(n.attr)][TRITON].format(*operands)
 
     def node_lookup(self, n: Node, view: int) -> str:
         x, numbers = self.tensor(n.args[0], view), n.args[1:]
@@ -235,12 +242,7 @@ class Nodes:
         return by_halves(x, [self.value(a, view) for a in numbers])
 
     def node_cast(self, n: Node, view: int) -> str:
-        x = n.args[0]
-        operand = self.tensor(x, view)
-        if n.dtype == "fp32" and n.attr != "stored":
-            return WIDENINGS.get(x.dtype, "{}.to(tl.float32)").format(operand)
-        kind = "code" if n.dtype in ir.CODES else n.dtype
-        return CASTS[kind, str(n.attr)].format(operand, top=ir.TOP.get(n.dtype))
+        return cast(n, TRITON, self.tensor(n.args[0], view), top=ir.TOP.get(n.dtype))
 
     def node_random(self, n: Node, view: int) -> str:
         assert isinstance(n.attr, ir.Stream)
@@ -320,7 +322,7 @@ class Nodes:
         """The streams of the encoder of a peer's payload."""
         for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
             if s.source:
-                name = triton_rows.stream(s)
+                name = stream_name(s)
                 key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
                 self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
                 self.put(f"{name}_weyl = weyl(first + {name}_low)")
@@ -338,7 +340,7 @@ class Nodes:
     def stream(self, stream: ir.Stream) -> str:
         if not stream.source:  # those are made where peers' payloads are summed
             self.used.streams.add(stream)
-        return triton_rows.stream(stream)
+        return stream_name(stream)
 
     def place(self, name: str) -> str:
         """The offset of a field in a payload."""
@@ -358,18 +360,3 @@ def of_view(n: Node, view: int) -> tuple[Node, int]:
 def is_wide(n: Node) -> bool:
     """Whether it is computed for every element: nodes of element and selection scope."""
     return n.scope in (Scope.SELECTION, Scope.ELEMENT)
-
-
-Nodes.RULES = {
-    "alu": Nodes.node_alu,
-    "cast": Nodes.node_cast,
-    "lookup": Nodes.node_lookup,
-    "field": Nodes.node_field,
-    "fold": Nodes.node_fold,
-    "index": Nodes.node_index,
-    "load": Nodes.node_load,
-    "param": Nodes.node_param,
-    "random": Nodes.node_random,
-    "reduce": Nodes.node_reduce,
-    "rotate": Nodes.node_rotate,
-}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the int64 table of rows: those of rows.ROW, then those that lang/tiles.py adds.
+# Columns of the int64 table of rows: those of ROW (call.py), then those that lang/tiles.py adds.
 VALUES = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 PAYLOAD = tl.constexpr(2)

@@ -1,11 +1,14 @@
-"""The Triton around the nodes: planes, views, the offsets of a row's fields, kernel headers."""
+"""The Triton around the nodes: constants, planes, views, a row's fields, kernel headers."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradwire.lang import ir
+from gradwire.lang.emit import stream_name
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes, planes
@@ -19,6 +22,15 @@ CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace", "words", "f
 ORIGINS = "origins"  # an argument of codecs that redraw: int64, of the payloads of a sum
 STATISTICS = 2  # per codec, at most: encode and encode_sum may use one each
 POINTER = {"fp32": "tl.float32", "fp16": "tl.uint16", "bf16": "tl.uint16"}
+
+# dtype -> functions that load and store its bits
+LOADS = {
+    "fp32": "load32", "fp16": "load16", "bf16": "load16", "fp8": "load8", "int32": "load_int32",
+}  # fmt: skip
+STORES = {
+    "fp32": "store32", "fp16": "store16", "bf16": "store16", "fp8": "store8",
+    "int32": "store_int32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,10 +155,10 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
     if used.streams or used.views:
         lines.append("first = (tl.load(row + START) + (block + g) * BLOCK).to(tl.uint32)")
     for s in sorted(used.streams, key=lambda s: (s.shared, s.number)):
-        key, words = "SHARED" if s.shared else "KEY", f"{stream(s)}_low, {stream(s)}_high"
+        key, words = "SHARED" if s.shared else "KEY", f"{stream_name(s)}_low, {stream_name(s)}_high"
         lines += [
             f"{words} = stream(tl.load(row + {key}), {s.number})",
-            f"{stream(s)}_weyl = weyl(first + {stream(s)}_low)",
+            f"{stream_name(s)}_weyl = weyl(first + {stream_name(s)}_low)",
         ]
     for cells in sorted(used.views):
         lines += _view(cells, layout)
@@ -181,11 +193,6 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
 def _varying(layout: Layout) -> str:
     names = [*VARYING, *([ORIGINS] if layout.redraws else [])]
     return f"@triton.jit(do_not_specialize={names})".replace("'", '"')
-
-
-def stream(s: ir.Stream) -> str:
-    """The name of a stream in generated code."""
-    return f"{'shared' if s.shared else 'peer' if s.source else 'stream'}{s.number}"
 
 
 def _view(cells: int, layout: Layout) -> list[str]:
@@ -229,6 +236,31 @@ def _elements(dtype: str, block: int) -> str:
         return f"{numel} * {ir.BITS[dtype] // 8}"
     rest = [f"({numel} % BLOCK + {p.cells - 1}) // {p.cells}" for p in planes_of(dtype)]
     return " + ".join([f"{numel} // BLOCK * {element_nbytes(dtype, block)}", *rest])
+
+
+def literal(value: float) -> str:
+    """A constant as exact float32; subnormals and NaN, which Triton would change, by their bits."""
+    single = ir.single(value)
+    if single in (math.inf, -math.inf) or abs(single) >= 2.0**-126 or repr(single) == "0.0":
+        text = f'float("{single}")' if math.isinf(single) else repr(single)
+        return f"({text})" if text.startswith("-") else text
+    return bits_of(single)
+
+
+def bits_of(value: float) -> str:
+    """A constant as a tensor, by its bits."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", ir.single(value)))
+    return f"number({bits:#x})"
+
+
+def by_halves(x: str, numbers: list[str], first: int = 0) -> str:
+    """The number that x stands for: literals are in no memory that could be indexed."""
+    if len(numbers) == 1:
+        return numbers[0]
+    half = (len(numbers) + 1) // 2
+    below = by_halves(x, numbers[:half], first)
+    above = by_halves(x, numbers[half:], first + half)
+    return f"tl.where({x} < {first + half}, {below}, {above})"
 
 
 # selections --------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from gradwire import __version__, codecs, groups
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, kernel_cache
+from gradwire.lang import Codec
+from gradwire.lang.native import cache
 from gradwire.planner.links import MOST_SECONDS, measure_links, measure_sends
 from gradwire.planner.whole import write_whole
 from gradwire_tools.bench import memory, workers
@@ -177,7 +178,7 @@ def cache_file(hosts: Sequence[str], net: str) -> Path:
     """Where the pairs and sends of ranks on these hosts are kept."""
     key = json.dumps([*hosts, net, __version__])
     name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return kernel_cache.folder() / f"probe-{name}.json"
+    return cache.folder() / f"probe-{name}.json"
 
 
 def kept(file: Path) -> Row | None:

@@ -114,12 +114,16 @@ def allowed() -> tuple[Level, ...]:
     return levels if most is None else levels[: levels.index(most) + 1]
 
 
-def _features() -> frozenset[str]:
+def cpuinfo() -> list[str]:
+    """The lines of /proc/cpuinfo; none where there is no such file."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    for line in lines:
+        return []
+
+
+def _features() -> frozenset[str]:
+    for line in cpuinfo():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):  # x86, ARM; the same for every core
             return frozenset(value.split())

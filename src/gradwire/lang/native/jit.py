@@ -1,6 +1,6 @@
 """The C toolchain.
 
-A library is compiled on first use into the user's folder (see kernel_cache.py). Its name is a
+A library is compiled on first use into the user's folder (see cache.py). Its name is a
 digest of the source, the flags, the compiler's version and the CPU.
 
 For debugging, GRADWIRE_CC sets the compiler, GRADWIRE_KERNEL_FLAGS more flags for the codecs'
@@ -11,15 +11,15 @@ kernels first.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
-from functools import cache, lru_cache
 from pathlib import Path
 
-from gradwire.lang import isa, kernel_cache
+from gradwire.lang.native import cache, isa
 
 # Flags of every kernel, also of prebuilt ones. No contraction and no -ffast-math: targets must
 # agree on every bit. No partial redundancy elimination and no jump threading: gcc 12 uses them to
@@ -65,10 +65,10 @@ def load(source: str, more: tuple[str, ...] = ()) -> ctypes.CDLL:
     """
     level = isa.forced()
     instructions = isa.native() if level is None else level.flags
-    return _load(source, compiler(), (*FLAGS, *instructions, *more), kernel_cache.folder())
+    return _load(source, compiler(), (*FLAGS, *instructions, *more), cache.folder())
 
 
-@cache
+@functools.cache
 def _load(source: str, path: str, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     def make(library: Path) -> None:
         text = library.with_suffix(".c")
@@ -76,10 +76,10 @@ def _load(source: str, path: str, flags: tuple[str, ...], folder: Path) -> ctype
         run([path, *flags, "-shared", str(text), "-o", str(library), "-lm"])
 
     library = folder / f"{digest(source, ' '.join(flags), version(path), _cpu())}.so"
-    if not kernel_cache.is_whole(library):
-        kernel_cache.tell_of_compiling(folder)
+    if not cache.is_whole(library):
+        cache.tell_of_compiling(folder)
     try:
-        library = kernel_cache.obtain(library, make)
+        library = cache.obtain(library, make)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise CompileError(f"{library} cannot be made or loaded: {error}") from None
@@ -99,21 +99,18 @@ def run(command: list[str], folder: Path | None = None) -> str:
     return done.stdout
 
 
-@cache
+@functools.cache
 def version(path: str) -> str:
     """The compiler's version text. Raises `CompileError`."""
     return run([path, "--version"])
 
 
-@lru_cache(maxsize=1)
+@functools.cache
 def _cpu() -> str:
     """The CPU model and features, which -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    known = sorted({line for line in isa.cpuinfo() if line.startswith(wanted)})
+    return "\n".join(known) or platform.processor()
 
 
 def digest(*parts: str) -> str:

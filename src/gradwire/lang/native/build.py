@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import ConfigError
-from gradwire.lang import forms, isa, jit, prebuilt
+from gradwire.lang import forms
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c
-from gradwire.lang.native import RUNNER, source
+from gradwire.lang.native import isa, jit, prebuilt
 
 DTYPES = ("fp32", "fp16", "bf16")
 MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # macro that gcc defines -> machine
@@ -37,7 +37,7 @@ class Unit:
 
     label: str
     text: str
-    names: tuple[str, ...] = forms.FORMS
+    names: Iterable[str] = forms.FORMS
 
     @property
     def digest(self) -> str:
@@ -50,7 +50,7 @@ class Unit:
         return "\n".join([*names, self.text])
 
 
-_ALWAYS = (Unit("series", c.series(), (RUNNER,)), Unit("lowrank", c.lowrank(), c.LOWRANK))
+_ALWAYS = (Unit("series", c.series(), c.SERIES), Unit("lowrank", c.lowrank(), c.LOWRANK))
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
@@ -63,7 +63,7 @@ def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -
         for dtype in dtypes:
             if not forms.derive(codec, dtype).fused:
                 continue
-            unit = Unit(f"{label} {dtype}", c.prelude() + source(codec, dtype))
+            unit = Unit(f"{label} {dtype}", c.prelude() + c.source(codec, dtype))
             found.setdefault(unit.digest, unit)
     return list(found.values())
 
@@ -111,20 +111,15 @@ def build(
         ThreadPoolExecutor(jobs or _cores()) as at,
     ):
         scratch = Path(name)
-        (scratch / "manifest.c").write_text(_manifest(wanted), "utf-8")
-        for unit in wanted:
-            (scratch / f"{unit.digest}.c").write_text(unit.renamed, "utf-8")
-        for unit in _ALWAYS:
-            (scratch / f"{unit.label}.c").write_text(unit.renamed, "utf-8")
+        sources = {"manifest": _manifest(wanted)}
+        sources |= {unit.label: unit.renamed for unit in _ALWAYS}
+        sources |= {unit.digest: unit.renamed for unit in wanted}
+        for stem, text in sources.items():
+            (scratch / f"{stem}.c").write_text(text, "utf-8")
         for level in levels:
             begun = time.perf_counter()
-            stems = [
-                "manifest",
-                *(unit.label for unit in _ALWAYS),
-                *(unit.digest for unit in wanted),
-            ]
             compile = [compiler, *jit.FLAGS, *level.flags, "-c"]
-            pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in stems]
+            pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in sources]
             try:
                 for index, future in enumerate(pending):
                     if advance is not None:
@@ -135,7 +130,7 @@ def build(
                 raise
             built = folder / prebuilt.file_name(level.name)
             # no -fopenmp: the OpenMP symbols stay undefined until the library is loaded
-            objects = [f"{stem}.o" for stem in stems]
+            objects = [f"{stem}.o" for stem in sources]
             jit.run([compiler, "-shared", "-s", *objects, "-o", built.name, "-lm"], scratch)
             os.replace(scratch / built.name, built)
             yield {

@@ -12,24 +12,24 @@ process has only one, and none needs to be installed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from gradwire.lang import isa, jit, kernel_cache
+from gradwire.lang.native import cache, isa, jit
 
-if TYPE_CHECKING:
-    Functions = dict[str, ctypes._NamedFuncPointer]
+Signatures = Mapping[str, tuple[tuple[Any, ...], Any]]  # name -> types of arguments, of the result
+Functions = dict[str, Any]
 
 MANIFEST = "gradwire_kernels"  # symbol of a text with one line per kernel
 RUNTIMES = ("libgomp", "libiomp", "libomp")  # all of them provide the functions that gcc calls
 
 
 def folder() -> Path:
-    """The folder of the libraries: next to this file, or GRADWIRE_KERNELS."""
-    return Path(os.environ.get("GRADWIRE_KERNELS") or Path(__file__).parent / "libraries")
+    """The folder of the libraries: lang/libraries, or GRADWIRE_KERNELS."""
+    return Path(os.environ.get("GRADWIRE_KERNELS") or Path(__file__).parents[1] / "libraries")
 
 
 def file_name(level: str) -> str:
@@ -45,19 +45,19 @@ def symbol(digest: str, name: str) -> str:
     return f"gradwire_{digest}_{name}"
 
 
-def functions(text: str, names: Sequence[str]) -> tuple[Functions, bool]:
-    """The named functions of a C source, and whether they are prebuilt; else compiles them.
+def functions(text: str, signatures: Signatures) -> Functions:
+    """These functions of a C source: prebuilt, or else compiled.
 
     Raises `jit.CompileError` if they cannot be compiled, `ConfigError` for a GRADWIRE_ISA that this
     CPU does not support.
     """
-    found, reason = find(text, names)
-    return (compiled(text, names, reason), False) if found is None else (found, True)
+    found, reason = find(text, signatures)
+    return compiled(text, signatures, reason) if found is None else found
 
 
-def find(text: str, names: Sequence[str]) -> tuple[Functions | None, str]:
-    """The named functions of a C source if they are prebuilt, and the library's file; or None, and
-    the reason.
+def find(text: str, signatures: Signatures) -> tuple[Functions | None, str]:
+    """These functions of a C source if they are prebuilt, and the library's file; or None, and the
+    reason.
 
     Raises `ConfigError` for a GRADWIRE_ISA that this CPU does not support.
     """
@@ -66,14 +66,16 @@ def find(text: str, names: Sequence[str]) -> tuple[Functions | None, str]:
         return None, file_or_reason
     name = digest(text)
     try:
-        return {one: library[symbol(name, one)] for one in names}, file_or_reason
+        return _typed(library, signatures, lambda one: symbol(name, one)), file_or_reason
     except AttributeError:
         return None, "this codec, options and dtype are not among them"
 
 
-def compiled(text: str, names: Sequence[str], reason: str, more: tuple[str, ...] = ()) -> Functions:
-    """The named functions of a C source, compiled with `more` flags; `reason` says why no prebuilt
-    ones are used.
+def compiled(
+    text: str, signatures: Signatures, reason: str, more: tuple[str, ...] = ()
+) -> Functions:
+    """These functions of a C source, compiled with `more` flags; `reason` says why no prebuilt ones
+    are used.
 
     Raises `jit.CompileError`.
     """
@@ -81,7 +83,14 @@ def compiled(text: str, names: Sequence[str], reason: str, more: tuple[str, ...]
         library = jit.load(text, more)
     except jit.CompileError as error:
         raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from None
-    return {one: library[one] for one in names}
+    return _typed(library, signatures, lambda one: one)
+
+
+def _typed(library: ctypes.CDLL, of: Signatures, symbol: Callable[[str], str]) -> Functions:
+    found = {name: library[symbol(name)] for name in of}
+    for name, function in found.items():
+        function.argtypes, function.restype = of[name]
+    return found
 
 
 def loaded() -> tuple[ctypes.CDLL | None, str]:
@@ -92,7 +101,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     return _loaded(str(folder()), isa.allowed())
 
 
-@cache
+@functools.cache
 def _loaded(folder: str, levels: tuple[isa.Level, ...]) -> tuple[ctypes.CDLL | None, str]:
     if not any(Path(folder).glob(file_name("*"))):
         return None, "none came with this installation"
@@ -100,7 +109,7 @@ def _loaded(folder: str, levels: tuple[isa.Level, ...]) -> tuple[ctypes.CDLL | N
         path = Path(folder) / file_name(level.name)
         if path.exists():
             if os.environ.get("GRADWIRE_KERNELS"):  # else as safe as this file beside it
-                kernel_cache.refuse(f"GRADWIRE_KERNELS={folder}", kernel_cache.risk(path))
+                cache.refuse(f"GRADWIRE_KERNELS={folder}", cache.risk(path))
             try:
                 _share_openmp()
                 return ctypes.CDLL(str(path)), str(path)

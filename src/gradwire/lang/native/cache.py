@@ -263,15 +263,10 @@ def _tell_of_another(rejected: str, place: Path) -> None:
     log.warning("gradwire: compiled kernels are kept in %s: %s", place, rejected)
 
 
-def _ours(temporary: Path) -> Path:
-    """This new temporary folder. Raises `ConfigError` if TMPDIR lets others replace it."""
-    refuse(f"TMPDIR={temporary.parent}", risk(temporary))
-    return temporary
-
-
 @cache
 def _folder_of(process: int) -> Path:
-    path = _ours(Path(tempfile.mkdtemp(prefix="gradwire-")))
+    path = Path(tempfile.mkdtemp(prefix="gradwire-"))
+    refuse(f"TMPDIR={path.parent}", risk(path))  # if it lets others replace the folder
     # not by atexit: workers that multiprocessing forks skip it; other forked children leave it be
     Finalize(None, shutil.rmtree, (path, True), exitpriority=-1)
     return path
