@@ -48,7 +48,7 @@ class Found:
 def trained(config: TrainConfig, **options: Any) -> Found:
     """All of a run's rows; JSON can hold them."""
     found = Found()
-    found.rows += run.run(config, announce=found.said.append, **options)
+    found.rows += run.run(config, None, found.said.append, **options)
     json.dumps(found.rows, allow_nan=False)
     return found
 

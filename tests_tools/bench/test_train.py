@@ -161,9 +161,9 @@ def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     (folder / "failing_worker.py").write_text(lines)
     monkeypatch.setattr(workers, "lab", lab)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(run, "WORKER", "failing_worker")
+    monkeypatch.setattr(workers, "WORKER", "failing_worker")
     with pytest.raises(workers.WorkerError) as error:
-        list(run.run(TINY, announce=lambda text: None))
+        list(run.run(TINY, None, lambda text: None))
     return str(error.value)
 
 
@@ -204,7 +204,7 @@ def test_closing_the_iterator_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         leave(self, *given)
 
     monkeypatch.setattr(Loopback, "__exit__", noting)
-    found = run.run(replace(TINY, steps=10**6), announce=lambda text: None)
+    found = run.run(replace(TINY, steps=10**6), None, lambda text: None)
     next(found)
     found.close()  # type: ignore[attr-defined]
     assert len(started) == 2

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradwire_tools.bench.rows import row_kind
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.bench.train.config import TOLERANCE, TrainConfig
 
@@ -60,8 +60,6 @@ KINDS = (
         row="decision",
     ),
 )
-
-Row = dict[str, Any]
 
 # Keys that all rows of a run have alike.
 _COMMON = (
