@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench.lengths import length
 from gradwire_tools.bench.quantities import (
     DASH,
     digits,
@@ -36,7 +35,7 @@ from gradwire_tools.bench.quantities import (
     size,
     times,
 )
-from gradwire_tools.bench.train.baselines import FULL, Baselines
+from gradwire_tools.bench.train.rows import FULL, Baselines, length
 from gradwire_tools.report import learning, predictions
 from gradwire_tools.report.gain import Gain, Standing, of_summaries
 from gradwire_tools.report.rows import Row, grouped, read, sort, split

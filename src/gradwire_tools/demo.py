@@ -22,8 +22,8 @@ from rich.console import Console
 
 from gradwire_tools import lab, report
 from gradwire_tools.bench.train import run, view
+from gradwire_tools.bench.train.applied import ring_bytes
 from gradwire_tools.bench.train.config import COMPARED, TrainConfig
-from gradwire_tools.bench.train.methods import ring_bytes
 
 RATES = ("1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "50mbit", "20mbit")
 LATENCY = "1ms"
@@ -89,7 +89,7 @@ def choose(config: TrainConfig, console: Console) -> tuple[str, str]:
     alone = replace(
         config, net="none", methods=("torch-fp32",), steps=0, budget_seconds=None, ideal_steps=6
     )
-    *_, last = run.run(alone, announce=lambda text: None)
+    *_, last = run.run(alone, None, lambda text: None)
     return fastest(float(last["ideal_step_seconds"]), int(last["parameters"]), config.nodes)
 
 

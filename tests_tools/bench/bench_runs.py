@@ -10,6 +10,7 @@ from typing import Any
 from command_line import wrongly_refused
 from gradwire_tools.bench.train import run
 from gradwire_tools.bench.train.config import TrainConfig
+from gradwire_tools.report.rows import kind_of
 
 OPTIONS: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "validation_sequences": 16}
 TINY = TrainConfig(
@@ -48,7 +49,7 @@ class Found:
 def trained(config: TrainConfig, **options: Any) -> Found:
     """All of a run's rows; JSON can hold them."""
     found = Found()
-    found.rows += run.run(config, announce=found.said.append, **options)
+    found.rows += run.run(config, None, found.said.append, **options)
     json.dumps(found.rows, allow_nan=False)
     return found
 
@@ -58,6 +59,13 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {key: value for key, value in row.items() if key not in TIMES and "seconds" not in key}
         for row in json.loads(json.dumps(rows))
     ]
+
+
+def keys_of(row: dict[str, Any]) -> set[str]:
+    """All that rows of its kind may have; tests_tools/cli/interface.txt has the list."""
+    kind = kind_of(row)
+    assert kind is not None, row
+    return {*kind.marks, *kind.keys, *kind.more, "run"}
 
 
 def refused_by_command(command: list[str], cases: Iterable[tuple[list[str], str]]) -> None:

@@ -1,4 +1,4 @@
-"""`worker`, one of whose ranks is killed before the nth call of a function.
+"""`workers`, one of whose ranks is killed before the nth call of a function.
 
 The environment names them: KILLED="RANK FUNCTION NTH".
 """
@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import Any
 
+from gradwire_tools.bench import workers
 from gradwire_tools.bench.train import state, worker
 
 OWNERS = {"save": state, "commit": state, "_train": worker.Training}
@@ -25,4 +26,4 @@ if __name__ == "__main__":
         return function(*arguments)
 
     setattr(owner, name, killed)
-    worker.main(sys.argv[1:])
+    workers.main(sys.argv[1:])

@@ -7,15 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench_runs import keys_of
 
 from gradwire_tools.bench.network import network
 from gradwire_tools.bench.network.network_verdict import FULL, HALF, OURS, verdict
-
-KEYS = {
-    "part", "available", "detail", "method", "ranks", "net", "numel", "step_seconds", "run",
-    "compute_seconds", "communication_seconds", "exposed_seconds", "turn_seconds",
-    "machines", "transport", "load", "cores",
-}  # fmt: skip
 
 
 def rows(full: float, half: float, ours: float, compute: float, alone: float = 0.2) -> list[Any]:
@@ -124,7 +119,7 @@ def test_rows_of_measured_steps_and_their_verdict() -> None:
     *steps, last = found
     assert [row["method"] for row in steps] == [FULL, HALF, OURS]
     for row in steps:
-        assert row.keys() == KEYS
+        assert row.keys() == keys_of(row)
         assert (row["ranks"], row["net"], row["numel"]) == (2, "none", 20_000)
         assert min(row["step_seconds"], row["compute_seconds"], row["communication_seconds"]) > 0
         assert row["step_seconds"] == statistics.median(row["turn_seconds"])

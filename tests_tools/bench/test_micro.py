@@ -11,6 +11,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from bench_runs import keys_of
 
 from gradwire import codecs, lang
 from gradwire.aggregators import PowerSGD, registry
@@ -25,17 +26,12 @@ from gradwire_tools.bench.micro.profile import _had_to_wait
 from gradwire_tools.bench.train import methods
 from rooms.engine import WIRE
 
-KEYS = {
-    "codec", "options", "target", "device", "threads", "numel", "op", "seconds", "gbps",
-    "limit_seconds", "of_limit", "copy_gbps", "run",
-}  # fmt: skip
-
 
 def test_rows() -> None:
     rows = list(kernels.run(["qsgd:bits=2", "fp16"], None, 5000, [1, 2], quick=True))
     assert len(rows) == 2 * 2 * 2 * len(kernels.OPS)
     for row in rows:
-        assert set(row) == KEYS
+        assert set(row) == keys_of(row)
         assert row["seconds"] > 0
         assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
         assert row["gbps"] == pytest.approx(4 * 5000 / row["seconds"] / 1e9)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import keys_of
 
 from command_line import refused, run
 from gradwire.transport import shm_library
@@ -23,11 +24,6 @@ from products import EXHAUSTIVE
 
 Row = dict[str, Any]
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3"}
-COLLECTIVES = {
-    "method", "algorithm", "transport", "ranks", "net", "numel", "per_node",
-    "seconds", "seconds_quartiles", "run", "wire_bytes", "link_bytes", "limit_seconds",
-    "of_limit", "nmse",
-}  # fmt: skip
 
 
 def test_ranks_are_those_of_torchrun_else_as_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +63,7 @@ def test_every_default_method_of_collectives_has_a_row() -> None:
     assert [row["method"] for row in rows] == list(collectives.DEFAULT_METHODS)
     by_method = {row["method"]: row for row in rows}
     for row in rows:
-        assert row.keys() == COLLECTIVES
+        assert row.keys() == keys_of(row)
         assert (row["ranks"], row["per_node"], row["net"], row["numel"]) == (2, 1, "none", 40_000)
         assert row["seconds"] > 0
         assert row["limit_seconds"] is None
@@ -113,7 +109,7 @@ def test_on_a_network_the_limit_is_bytes_and_latency() -> None:
 @pytest.mark.multiprocess
 def test_transports_have_a_row_for_each_size() -> None:
     rows = list(transports.run([64, 1 << 22], quick=True))
-    assert all(row.keys() == {"transport", "bytes", "latency_us", "gbps", "run"} for row in rows)
+    assert all(row.keys() == keys_of(row) for row in rows)
     assert len({(row["transport"], row["bytes"]) for row in rows}) == len(rows) == 4
     assert all(row["latency_us"] > 0 < row["gbps"] for row in rows)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_runs import keys_of
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import tasks
@@ -58,14 +59,10 @@ def test_gradients_are_those_of_training(task: str, recorded: Made, tmp_path: Pa
 
 def test_rows_and_manifest_say_what_was_recorded(recorded: Made) -> None:
     folder, rows = recorded
-    keys = {
-        "task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes", "seconds",
-        "output", "run",
-    }  # fmt: skip
     found = Recording.read(folder)
     assert [row["at"] for row in rows] == [0, 3]
     for row in rows:
-        assert row.keys() == keys
+        assert row.keys() == keys_of(row)
         assert row["numel"] == found.numel
         assert row["nbytes"] == 4 * found.numel * 2 * 2
         assert row["run"] == found.run

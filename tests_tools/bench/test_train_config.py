@@ -14,6 +14,7 @@ from command_line import refused
 from gradwire.errors import ConfigError
 from gradwire_tools import lab
 from gradwire_tools.bench.train import methods, sharded
+from gradwire_tools.bench.train.applied import ring_bytes
 from gradwire_tools.bench.train.config import TrainConfig, plan
 from gradwire_tools.demo import RATES, fastest
 
@@ -240,7 +241,7 @@ def test_a_plan_holds_what_is_given(tmp_path: Path) -> None:
 
 def test_the_demo_takes_the_fastest_network_that_shows_communication() -> None:
     parameters, nodes = 5_000_000, 4
-    sent = methods.ring_bytes(parameters, 2, nodes)
+    sent = ring_bytes(parameters, 2, nodes)
     for ideal in (0.001, 0.01, 0.05, 0.2, 1.0):
         net, reason = fastest(ideal, parameters, nodes)
         rate, _, latency = net.partition(",")
@@ -251,6 +252,6 @@ def test_the_demo_takes_the_fastest_network_that_shows_communication() -> None:
         assert "hide" not in reason  # what was not measured is not claimed
         assert "on a faster network the gain is smaller" in reason
     # Ring bytes.
-    assert methods.ring_bytes(1000, 4, 1) == 0
-    assert methods.ring_bytes(1000, 4, 2) == 4000
-    assert methods.ring_bytes(1000, 2, 4) == 3000
+    assert ring_bytes(1000, 4, 1) == 0
+    assert ring_bytes(1000, 4, 2) == 4000
+    assert ring_bytes(1000, 2, 4) == 3000

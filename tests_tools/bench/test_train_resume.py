@@ -15,7 +15,7 @@ from bench_runs import TINY, trained, without_times
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import run, state
+from gradwire_tools.bench.train import state
 from gradwire_tools.bench.train.config import TrainConfig
 from products import EXHAUSTIVE
 
@@ -60,7 +60,7 @@ def test_a_killed_run_ends_with_the_same_rows(
     for turn, kill in enumerate(kills):
         with monkeypatch.context() as patched:
             patched.setenv("KILLED", kill)
-            patched.setattr(run, "WORKER", "killed_worker")
+            patched.setattr(workers, "WORKER", "killed_worker")
             with pytest.raises(workers.WorkerError, match=f"rank {kill[0]} -9"):
                 trained(config, folder=folder, resume=turn > 0)
         assert state.load(folder / "train", 0) is not None
@@ -78,7 +78,7 @@ from gradwire_tools.bench.train.run import run
 folder, kill_at, rows = Path(sys.argv[2]), int(sys.argv[3]), []
 given = json.loads(sys.argv[1])
 config = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
-for row in run(config, announce=print, folder=folder, resume=True):
+for row in run(config, None, print, folder, resume=True):
     rows.append(row)
     if len(rows) == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +17,7 @@ from forked import Loopback
 from gradwire.errors import GradwireError
 from gradwire_tools import lab
 from gradwire_tools.bench import workers
-from gradwire_tools.bench.train import worker
-from gradwire_tools.bench.train.worker import Follower
+from gradwire_tools.bench.train.worker import Training
 from gradwire_tools.bench.workers import Events
 
 FAST, SLOW = "400mbit,1ms", "4mbit,1ms"
@@ -38,6 +36,12 @@ class OneLab(Loopback):
         self.nets.append(str(net))
 
 
+def followed(net: str, steps: int, events: Events) -> Any:
+    """What a `Training` has of its network, as it begins."""
+    schedule = lab.Schedule.parse(net)
+    return SimpleNamespace(schedule=schedule, net=schedule.first, steps=steps, events=events)
+
+
 def test_rank_0_asks_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, nets in (
         ("a(step: 0 1gbit,1ms; 3 1mbit,1ms)", ["1mbit,1ms"]),
@@ -48,22 +52,21 @@ def test_rank_0_asks_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         emulated: Any = OneLab(2)
         emulated.nets = []
         at_once = partial(workers.change, emulated, events_file=tmp_path / "events")
-        events: Any = SimpleNamespace(write=lambda event, net, change=at_once: change(net))
-        follower = Follower(lab.Schedule.parse(text), events, str(tmp_path / "events"))
+        events = Events(tmp_path / "events")
+        monkeypatch.setattr(events, "write", lambda event, net, change=at_once: change(net))
+        training = followed(text, 4, events)
         before = []
         for step in range(4):
-            follower.follow(step, 4, [1.0] * step)
+            Training.follow(training, step, [1.0] * step)
             before.append(list(emulated.nets))
         assert before[-1] == nets
         assert before[1] == []
-    schedule, asked = lab.Schedule.parse(NET), io.StringIO()
-    Follower(schedule, Events(asked), None).follow(5, 12, [])
-    assert not asked.getvalue()  # rank 0 alone asks
+    Training.follow(followed(NET, 12, Events(None)), 5, [])  # rank 0 alone asks
     # A parent that does not answer: what it has written before is no answer.
-    monkeypatch.setattr(worker, "_CHANGE_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "_CHANGE_SECONDS", 0.05)
     assert (tmp_path / "network").exists()
     with pytest.raises(GradwireError, match=f"did not change to {SLOW}"):
-        Follower(schedule, Events(asked), str(tmp_path / "events")).follow(4, 12, [])
+        Training.follow(followed(NET, 12, Events(tmp_path / "events")), 4, [])
 
 
 def one_lab(monkeypatch: pytest.MonkeyPatch) -> list[str]:

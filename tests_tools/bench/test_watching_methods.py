@@ -11,8 +11,8 @@ import torch.distributed as dist
 from bench_runs import TINY, trained
 
 from gradwire_tools.bench.train import method_run, methods
+from gradwire_tools.bench.train.applied import Applied
 from gradwire_tools.bench.train.method_run import MethodRun
-from gradwire_tools.bench.train.methods import Applied
 from products import EXHAUSTIVE
 from ranks import as_processes
 

@@ -20,10 +20,9 @@ from gradwire.collectives.calling import future_on
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
 from gradwire.handles.backward import Backward
-from gradwire.handles.bucket import Bucket, Content, lengths_in
+from gradwire.handles.bucket import Bucket, Content, as_in_memory, lengths_in
 from gradwire.handles.coalescing import Coalescing, Share, Split
 from gradwire.handles.hook import HookState
-from gradwire.handles.memory_order import as_in_memory
 from gradwire.handles.momentum import MomentumGuard
 from gradwire.handles.oversights import Oversights
 from gradwire.handles.reductions import Reductions

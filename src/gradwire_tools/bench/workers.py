@@ -1,11 +1,10 @@
 """Starts a benchmark's ranks, and reads what rank 0 reports while they run.
 
-A benchmark is a function that all ranks call in torch's default group: it returns rows, of which
-those of rank 0 count, as does its progress (`measured`). `bench train` has a worker of its own, a
-module that is started as `python -m WORKER CONFIG EVENTS`: the file with its configuration, and the
-file to which rank 0 appends events, one JSON object per line, each with an `event`. An event
-`network` changes the lab's network to its `net`, which the parent then writes to a file beside the
-events (`change`); it is not passed on.
+A job is a function that all ranks call in torch's default group, each in a process of its own:
+`python -m WORKER JOB EVENTS`, with the file of the pickled job, and the file to which rank 0
+appends events, one JSON object per line, each with an `event`. An event `network` changes the lab's
+network to its `net`, which the parent then writes to a file beside the events (`change`); it is not
+passed on. Most jobs return rows, and those of rank 0 count, as does its progress (`measured`).
 
 A rank that fails ends the run with its own last lines, and an interrupt ends all ranks in silence.
 """
@@ -19,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,9 +34,9 @@ from gradwire_tools.bench.rows import Row
 from gradwire_tools.bench.rows import finite as finite
 from gradwire_tools.lab import Network
 
-T = TypeVar("T")
-
-ANSWER = "network"  # a file beside the events: the network as it is now
+WORKER = "gradwire_tools.bench.workers"
+_ANSWER = "network"  # a file beside the events: the network as it is now
+_CHANGE_SECONDS, _ANSWER_SECONDS = 30.0, 0.005  # at most, and between two looks
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: their ends are reported too
 _LAST_LINES = 15
@@ -47,29 +47,37 @@ class WorkerError(GradwireError):
 
 
 class Events:
-    """A worker's side: writes events as JSON lines; numbers that JSON lacks become null."""
+    """A rank's side. All methods do nothing on ranks but 0, which have no file."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event, at once."""
-        self._stream.write(json.dumps({"event": event, **finite(fields)}) + "\n")
-        self._stream.flush()
+        """Append one event, as a JSON line, at once; numbers that JSON lacks become null."""
+        if self._file is not None:
+            with self._file.open("a") as stream:
+                stream.write(json.dumps({"event": event, **finite(fields)}) + "\n")
 
+    def change(self, net: str) -> None:
+        """Have the parent change the lab's network, and wait until it has.
 
-def configured(kind: type[T], arguments: list[str]) -> tuple[T, Events]:
-    """In a worker: its configuration, and its events, which only rank 0 writes."""
-    config_file, events_file = arguments
-    config = pickle.loads(Path(config_file).read_bytes())
-    assert isinstance(config, kind)
-    return config, Events(open(events_file if os.environ["RANK"] == "0" else os.devnull, "a"))
+        Raises:
+            GradwireError: the parent did not answer.
+        """
+        if self._file is None:
+            return
+        self.write("network", net=net)
+        answer, deadline = self._file.with_name(_ANSWER), time.monotonic() + _CHANGE_SECONDS
+        while not (answer.exists() and answer.read_text() == net):
+            if time.monotonic() > deadline:
+                raise GradwireError(f"the lab did not change to {net} within {_CHANGE_SECONDS:g} s")
+            time.sleep(_ANSWER_SECONDS)
 
 
 def change(emulated: lab.Lab, net: str, events_file: Path) -> None:
     """Do what an event `network` asks for, and answer."""
     emulated.change(Network.parse(net))
-    write_whole(events_file.with_name(ANSWER), net)
+    write_whole(events_file.with_name(_ANSWER), net)
 
 
 def measured(
@@ -92,7 +100,7 @@ def measured(
     found: list[Row] = []
     remark = partial(print, file=sys.stderr, flush=True)
     where = world.nodes, world.network, timeout, remark, world.per_node
-    for event in events(__name__, partial(measure, *given), *where, remarks=True):
+    for event in events(partial(_rows, partial(measure, *given)), *where, remarks=True):
         if event["event"] == "rows":
             found = event["rows"]
         else:
@@ -100,35 +108,40 @@ def measured(
     return found
 
 
-def main(arguments: list[str]) -> None:
-    """One rank: measure in a default group, and on rank 0 report."""
-    measure, events = configured(partial, arguments)
-    dist.init_process_group("gloo")
-    with watched(partial(_report_progress, events)):
+def _rows(measure: Callable[[], list[Row]], events: Events) -> None:
+    def advance(what: str, done: int, total: int) -> None:
+        events.write("progress", what=what, done=done, total=total)
+
+    with watched(advance):
         events.write("rows", rows=measure())
+
+
+def main(arguments: list[str]) -> None:
+    """One rank: does the job in a default group."""
+    job_file, events_file = map(Path, arguments)
+    job, timeout = pickle.loads(job_file.read_bytes())
+    dist.init_process_group("gloo", timeout=timeout)
+    job(Events(events_file if dist.get_rank() == 0 else None))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _report_progress(events: Events, what: str, done: int, total: int) -> None:
-    events.write("progress", what=what, done=done, total=total)
-
-
 def events(
-    worker: str,
-    config: Any,
+    job: Callable[[Events], None],
     nodes: int,
     net: lab.Network | lab.Schedule,
     timeout: float,
     announce: Callable[[str], None],
     per_node: int = 1,
     remarks: bool = False,
+    collective_timeout: timedelta | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """What a worker reports, in order; returns once all ranks have ended well.
+    """What rank 0 reports, in order; returns once all ranks have ended well.
 
     Args:
-        config: is pickled.
+        job: is pickled.
         per_node: ranks on each node.
+        collective_timeout: of the default group; None for torch's.
         announce: is called with lines for people: what is emulated, and with `remarks` what the
             ranks have written to their standard output and error.
 
@@ -137,11 +150,11 @@ def events(
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-") as name, lab.Lab(nodes, net) as emulated:
         folder = Path(name)
-        config_file, events_file = folder / "config", folder / "events.jsonl"
-        config_file.write_bytes(pickle.dumps(config))
+        job_file, events_file = folder / "job", folder / "events.jsonl"
+        job_file.write_bytes(pickle.dumps((job, collective_timeout)))
         events_file.touch()
         announce(emulated.describe())
-        argv = [sys.executable, "-m", worker, str(config_file), str(events_file)]
+        argv = [sys.executable, "-m", WORKER, str(job_file), str(events_file)]
         processes, logs = [], []
         for rank, variables in enumerate(emulated.torchrun_env(per_node)):
             logs.append(folder / f"rank{rank}.log")

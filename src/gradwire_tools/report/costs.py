@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradwire_tools.bench.lengths import per_step
 from gradwire_tools.bench.quantities import (
     DASH,
     digits,
@@ -18,7 +17,7 @@ from gradwire_tools.bench.quantities import (
     reach,
     seconds,
 )
-from gradwire_tools.bench.train.baselines import FULL, SIXTEEN_BIT, Baselines
+from gradwire_tools.bench.train.rows import FULL, SIXTEEN_BIT, Baselines, per_step
 from gradwire_tools.report.gain import Standing, against
 from gradwire_tools.report.parts import COMPUTING, Bar, Bars, Dots, Question, Section, lines, table
 from gradwire_tools.report.rows import Row, grouped

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire_tools.bench.quantities import DASH, faster, than
-from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.bench.train.rows import Baselines
 from gradwire_tools.report.rows import Row, grouped
 
 Times = Sequence[float | None]

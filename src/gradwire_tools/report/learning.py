@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from gradwire_tools.bench.lengths import length
 from gradwire_tools.bench.quantities import DASH, digits, percent, plural, reach, seconds
-from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.bench.train.rows import Baselines, length
 from gradwire_tools.report import gain
 from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.parts import Line, Lines, Question, Table, series, table

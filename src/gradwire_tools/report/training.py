@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from gradwire.errors import ConfigError
-from gradwire_tools.bench import lengths
 from gradwire_tools.bench.quantities import DASH, network, percent, plural, rate
-from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.bench.train.rows import Baselines, lengths_told
 from gradwire_tools.report import costs, gain, learning
 from gradwire_tools.report.gain import Gain, Standing
 from gradwire_tools.report.parts import Chart, Question, Section, Table, TileChart, table
@@ -106,7 +105,7 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
             + (f"; a step has {batches} micro-batches" if batches > 1 else "")
             + ". The baseline for time is the best of torch's 16-bit methods."
         )
-    told += _of_run(rows, among) + lengths.told(summaries)
+    told += _of_run(rows, among) + lengths_told(summaries)
     if len(seeds) == 1 or any(map(learning.one_seed, summaries)):
         told.append(
             "With one seed, the spread over seeds is unknown: differences in loss and in time to "

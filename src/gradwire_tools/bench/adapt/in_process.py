@@ -32,8 +32,7 @@ class Counted(Attached):
 
     Attributes:
         packed_bits: as it is packed, without headers of messages.
-        input_bits: the same, but 32 bits for each position of a sparse payload, or that an
-            aggregator has packed.
+        input_bits: with 32 bits for each position that a payload or an aggregator packs.
     """
 
     packed_bits: int = 0
@@ -132,9 +131,8 @@ class InProcessRanks:
             else:
                 ended.set_result(sum(outcome.wire_bytes for outcome in outcomes))
 
-        reductions = [*map(AllReduce, flat)]
-        of = self._owners[rank], self.members[rank], reductions, self._options, done
-        _CountedRounds(*of).start()
+        of = self._owners[rank], self.members[rank], [*map(AllReduce, flat)], self._options
+        _CountedRounds(*of, done).start()
         if not wait([ended], 2 * _TIMEOUT_S).done:
             raise TransportError(f"rank {rank} did not end within {2 * _TIMEOUT_S:.0f} s")
         return flat, ended.result()

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire_tools.bench.tasks import Score, Task
 from gradwire_tools.bench.train import sharded
-from gradwire_tools.bench.train.methods import Applied, Method
+from gradwire_tools.bench.train.applied import Applied
+from gradwire_tools.bench.train.methods import Method
 from gradwire_tools.bench.train.sharded import ShardedMethod, TorchGather, TorchScatter
 
 LEARN_AT = (50, 200)  # steps after which levels are learned, of methods that learn them

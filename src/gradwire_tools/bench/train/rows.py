@@ -1,14 +1,21 @@
-"""The rows of `bench train`: their keys, what a run has sent, and a summary per method."""
+"""The rows of `bench train`: their keys, baselines, what a run has sent, a summary per method, and
+how many steps the runs behind summaries had.
+
+16 bits are the baseline for time: they cost almost no accuracy, so a codec that beats only 32 bits
+gains nothing (Beyond Throughput, 2.2). 32 bits are the baseline for the loss. With `--patience`
+every run ends by itself: the number of steps differs from seed to seed.
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gradwire_tools.bench.rows import row_kind
-from gradwire_tools.bench.train.baselines import Baselines
+from gradwire_tools.bench.quantities import plural
+from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train.config import TOLERANCE, TrainConfig
 
 _TRAIN = "task:text net:text method:text ranks:positive"
@@ -61,8 +68,6 @@ KINDS = (
     ),
 )
 
-Row = dict[str, Any]
-
 # Keys that all rows of a run have alike.
 _COMMON = (
     *("task", "task_options", "net", "ranks", "composed", "schedule", "sharded", "policy"),
@@ -75,6 +80,60 @@ _OF_END = (
     *("step_seconds", "step_seconds_mean", "ideal_step_seconds", "timed_steps", "timed_bytes"),
     *("kernel_seconds", "exposed_seconds"),
 )
+
+FULL = "torch-fp32"
+SIXTEEN_BIT = "torch-fp16-hook"
+SIXTEEN_BITS = (SIXTEEN_BIT, "torch-bf16-hook")  # the better one is the bar for utility
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """The baselines of one kind of run.
+
+    Attributes:
+        full: for the loss.
+        sixteen_bits: for time: the best one is the bar for utility.
+        compared: of these, those among which the best one is the baseline of tables.
+    """
+
+    full: str
+    sixteen_bits: tuple[str, ...]
+    compared: tuple[str, ...]
+
+    @staticmethod
+    def of(sharded: bool) -> Baselines:
+        """Those of FSDP2 or of DDP."""
+        return FSDP2 if sharded else DDP
+
+    @staticmethod
+    def of_rows(rows: Sequence[Row]) -> Baselines:
+        """Those of the rows of one run."""
+        return Baselines.of(bool(rows) and bool(rows[0].get("sharded")))
+
+    @staticmethod
+    def among(methods: Collection[str]) -> Baselines:
+        """Those of FSDP2 if one of these methods is among them, else DDP's."""
+        return Baselines.of(any(name in methods for name in (FSDP2.full, *FSDP2.sixteen_bits)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.full, *self.sixteen_bits)
+
+    def best(self, summaries: Sequence[Row], key: str) -> Row | None:
+        """The 16-bit baseline of a table: the row with the least time under `key`; rows that have
+        none come last."""
+        found = [row for row in summaries if row["method"] in self.compared]
+        return min(found, key=lambda row: (row[key] is None, row[key] or 0.0), default=None)
+
+    def against(self, baseline: Row | None) -> str:
+        """The name of a table's baseline, which may be missing."""
+        return self.compared[0] if baseline is None else str(baseline["method"])
+
+
+DDP = Baselines(FULL, SIXTEEN_BITS, (SIXTEEN_BIT,))
+_FSDP2_SIXTEEN_BITS = ("fsdp-bf16", "fsdp-mixed")
+FSDP2 = Baselines("fsdp-fp32", _FSDP2_SIXTEEN_BITS, _FSDP2_SIXTEEN_BITS)
 
 
 def evaluations_of(rows: list[Row], method: str, seed: int) -> list[Row]:
@@ -224,3 +283,34 @@ def _mean(values: list[Any]) -> Any:
 
 def _median(values: list[Any]) -> Any:
     return _over_seeds(statistics.median, values)
+
+
+# ---- steps
+
+
+def per_step(row: Row, key: str) -> float | None:
+    """Of the bytes under `key`, those of a step: the median over seeds, where the row has it."""
+    value: float | None = row.get(f"{key}_per_step")
+    if value is not None:
+        return float(value)
+    whole = row.get(key)
+    return None if whole is None or not row["steps"] else float(whole) / row["steps"]
+
+
+def length(rows: Sequence[Row]) -> str:
+    """ "60 steps"; "30 to 60 steps", if the runs of these rows ended at different ones."""
+    least, most = min(_ends(rows)), max(_ends(rows))
+    return plural(most, "step") if least == most else f"{least:,} to {most:,} steps"
+
+
+def lengths_told(rows: Sequence[Row]) -> list[str]:
+    """A sentence, if the runs ended at different steps."""
+    if len(_ends(rows)) < 2:
+        return []
+    each = ", ".join(f"{row['method']} after {length([row])}" for row in rows)
+    differ = "So last losses, and bytes and times in all, are not of the same steps."
+    return [f"Runs ended at different steps: {each}. {differ}"]
+
+
+def _ends(rows: Sequence[Row]) -> set[int]:
+    return {step for row in rows for step in row.get("steps_by_seed") or [row["steps"]]}

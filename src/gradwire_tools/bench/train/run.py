@@ -39,21 +39,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.provenance import stamped
-from gradwire_tools.bench.train import state
+from gradwire_tools.bench.rows import Row
+from gradwire_tools.bench.train import state, worker
 from gradwire_tools.bench.train.config import TrainConfig
 from gradwire_tools.bench.train.rows import alike, bytes_per_step, evaluations_of, summaries, varies
 from gradwire_tools.lab import Schedule
 
-Row = dict[str, Any]
 Announce = Callable[[str], None]
 
 # Is told the progress of one method: an event `step` (`worker`) with `phase`, what it trains for:
@@ -64,18 +65,14 @@ StepTime = Callable[[float], float]  # seconds of a step on one network, by the 
 # Summary rows of a method's timed steps: at the start of a run, and of some at its end.
 Timed = list[Row]
 
-WORKER = "gradwire_tools.bench.train.worker"
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
 @stamped
 def run(
     config: TrainConfig,
-    progress: Advance | None = None,
-    announce: Announce = _to_stderr,
+    progress: Advance | None,
+    announce: Announce,
     folder: Path | None = None,
     resume: bool = False,
 ) -> Iterator[Row]:
@@ -136,9 +133,9 @@ def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
     if saved is not None:
         yield from saved["events"]
     if saved is None or not saved["ended"]:
-        net = Schedule.parse(config.net)
-        nodes, limit = config.nodes, config.timeout_seconds
-        yield from workers.events(WORKER, config, nodes, net, limit, announce)
+        where = config.nodes, Schedule.parse(config.net), config.timeout_seconds, announce
+        job = partial(worker.train, config)
+        yield from workers.events(job, *where, collective_timeout=_COLLECTIVE_TIMEOUT)
 
 
 def _composed(config: TrainConfig, progress: Advance | None, announce: Announce) -> Iterator[Row]:

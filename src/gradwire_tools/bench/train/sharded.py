@@ -45,7 +45,8 @@ from gradwire.aggregators import Compressed, registry
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.handles.fsdp import Allocates, FSDPAllGather, FSDPReduceScatter
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
-from gradwire_tools.bench.train.methods import Applied, Shapes, compiled, of_handle
+from gradwire_tools.bench.train.applied import Applied, compiled, of_handle
+from gradwire_tools.bench.train.methods import Shapes
 
 POLICY = "param fp32, reduce fp32"  # of every method, as rows have it
 _POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)

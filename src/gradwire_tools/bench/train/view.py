@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from gradwire_tools.bench.lengths import length
 from gradwire_tools.bench.quantities import DASH, digits, seconds, size
+from gradwire_tools.bench.rows import Row
 from gradwire_tools.bench.train import run
-from gradwire_tools.bench.train.baselines import Baselines
 from gradwire_tools.bench.train.config import TrainConfig
-
-Row = dict[str, Any]
+from gradwire_tools.bench.train.rows import Baselines, length
 
 _BETWEEN_LINES_S = 5.0
 

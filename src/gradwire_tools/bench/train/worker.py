@@ -1,12 +1,8 @@
-"""The process that `bench train` starts on every node.
-
-Arguments: the file with the run's `TrainConfig`, and the file to which rank 0 appends events, one
-JSON object per line, each with the key `event`:
+"""What `bench train` does on every rank. Events of rank 0 (`bench.workers`):
 
 - `row`: an evaluation or a decision, whole, as docs/reference/benchmarks.md has it;
 - `length`: `text`, once the number of steps is fixed;
 - `step`: progress of a method: `method, seed, step, steps, seconds`;
-- `network`: that the network is to change to `net`, see `Follower`;
 - `finished`: of a method and a seed, what a summary has of its steps.
 
 The methods of a group are interleaved: each trains up to the next evaluation, in an order that
@@ -17,18 +13,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import GradwireError
 from gradwire_tools.bench import tasks, workers
 from gradwire_tools.bench.interleaved import quartiles
 from gradwire_tools.bench.train import state
@@ -37,62 +30,13 @@ from gradwire_tools.bench.train.method_run import MethodRun
 from gradwire_tools.bench.train.rows import varies
 from gradwire_tools.lab import Schedule
 
-_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
-_CHANGE_SECONDS, _POLL_SECONDS = 30.0, 0.005
 
 
-def main(arguments: list[str]) -> None:
-    """Train by the configuration, in the process group that the environment describes."""
-    config, events = workers.configured(TrainConfig, arguments)
-    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
-    asks = arguments[1] if dist.get_rank() == 0 else None
-    network = Follower(Schedule.parse(config.net), events, asks)
+def train(config: TrainConfig, events: workers.Events) -> None:
+    """One rank's part of the run, in the default group."""
     with nullcontext() if config.state is None else state.used_by_rank(Path(config.state)):
-        Training(config, events, network).all_groups()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Follower:
-    """Has the lab follow a schedule of networks.
-
-    Rank 0 knows the step; the lab belongs to the parent of the ranks. Where the network is to
-    change, rank 0 appends an event `network` between two steps, and waits until the parent has
-    written that network to a file beside the events. Meanwhile the other ranks wait for rank 0 in
-    their next collective. Rank 0's clock stands still: no timed step has two networks.
-
-    Args:
-        schedule: to follow; at first, the lab has the network of its first phase.
-        events_file: where events go; None on other ranks, whose calls do nothing.
-    """
-
-    def __init__(self, schedule: Schedule, events: workers.Events, events_file: str | None) -> None:
-        self.schedule, self._events = schedule, events
-        self._answer = None if events_file is None else Path(events_file).with_name(workers.ANSWER)
-        self._now = schedule.first
-
-    def follow(self, step: int, steps: int, step_seconds: list[float]) -> None:
-        """Have the network that holds when `step` of `steps` steps are done.
-
-        Raises:
-            GradwireError: the parent did not answer.
-        """
-        net = self.schedule.at(step, steps, sum(step_seconds))
-        if self._answer is None or net == self._now:
-            return
-        self._events.write("network", net=str(net))
-        deadline = time.monotonic() + _CHANGE_SECONDS
-        while not (self._answer.exists() and self._answer.read_text() == str(net)):
-            if time.monotonic() > deadline:
-                raise GradwireError(f"the lab did not change to {net} within {_CHANGE_SECONDS:g} s")
-            time.sleep(_POLL_SECONDS)
-        self._now = net
-
-    def keys(self, step: int, steps: int, step_seconds: list[float]) -> dict[str, Any]:
-        """What an evaluation tells: the network of the steps before it."""
-        net = self.schedule.at(max(0, step - 1), steps, sum(step_seconds[:-1]))
-        return {"net_now": str(net)} if self.schedule.changes else {}
+        Training(config, events).all_groups()
 
 
 class Training:
@@ -102,8 +46,10 @@ class Training:
     between two turns.
     """
 
-    def __init__(self, config: TrainConfig, events: workers.Events, network: Follower) -> None:
-        self.config, self.events, self.network = config, events, network
+    def __init__(self, config: TrainConfig, events: workers.Events) -> None:
+        self.config, self.events = config, events
+        self.schedule = Schedule.parse(config.net)
+        self.net = self.schedule.first  # as the lab begins
         self.folder = None if config.state is None else Path(config.state)
         self.rank = dist.get_rank()
         self.task = tasks.get(config.task, **config.task_options)
@@ -132,7 +78,7 @@ class Training:
 
     def _one_group(self, saved: dict[str, Any]) -> None:
         seed, names = self.groups[self.position["group"]]
-        self.network.follow(0, self.steps, [])  # some methods measure it as they start
+        self.follow(0, [])  # some methods measure the network as they start
         dist.barrier()
         methods = [self.config.method(name) for name in names]
         runs = [MethodRun.start(m, self.task, seed, self.config.accumulate) for m in methods]
@@ -179,7 +125,7 @@ class Training:
 
     def _step(self, run: MethodRun, until: int, skipped: int) -> None:
         while run.step < until:
-            self.network.follow(run.step, self.steps, run.step_seconds)
+            self.follow(run.step, run.step_seconds)
             run.train(1)
             if run.step == skipped:
                 run.counted_from = run.traffic()["wire_bytes"]
@@ -203,11 +149,27 @@ class Training:
                 rolling_loss=rolling(losses, self.config.rolling)[-1],
                 rolling_metric=rolling(metrics, self.config.rolling)[-1],
                 link_bytes=run.link_bytes,
-                **self.network.keys(run.step, self.steps, run.step_seconds),
+                **self._net_now(run),
                 **run.traffic(),
                 metric_name=self.task.metric,
                 timing_only=run.method.timing_only,
             )
+
+    def follow(self, step: int, step_seconds: list[float]) -> None:
+        """Have the network that holds when so many steps are done.
+
+        Rank 0 has the parent change the lab, while the other ranks wait for rank 0 in their next
+        collective. Its clock stands still: no timed step has two networks.
+        """
+        net = self.schedule.at(step, self.steps, sum(step_seconds))
+        if net != self.net:
+            self.events.change(str(net))
+            self.net = net
+
+    def _net_now(self, run: MethodRun) -> dict[str, str]:
+        """What an evaluation tells of a network that changes: that of the steps before it."""
+        net = self.schedule.at(max(0, run.step - 1), self.steps, sum(run.step_seconds[:-1]))
+        return {"net_now": str(net)} if self.schedule.changes else {}
 
     def _row(self, row: str, **keys: Any) -> None:
         self._tell("row", row=workers.finite({"row": row, **self.common, **keys}))
@@ -319,7 +281,3 @@ def stalled(averages: Sequence[float], patience: int) -> bool:
         return False
     least = min((a for a in before if math.isfinite(a)), default=math.inf)
     return not any(a < least for a in last)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
