@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from transports import over_both
 
 import gradwire as gw
 from ends import End, ended, ends, finished
-from ranks import all_pass
 from training import batch, flat, gradients, mlp, same_everywhere
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, *over_both(2)]
+
 
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
 LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
@@ -98,7 +99,7 @@ def test_an_exception_in_one_ranks_backward() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
+def test_an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
     """Every rank's backward fails at one place, as with a bad batch: training may go on."""
     model = DDP(net(), bucket_cap_mb=0.005)
     gw.attach(model, coalesce_bytes=0)
@@ -116,7 +117,7 @@ def an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
 # ---- detach inside backward
 
 
-def detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
+def test_detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
     for coalesce in (0, 1 << 18):
         assert detaches(coalesce) == 4
 
@@ -172,7 +173,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def two_modules_of_ddps_own_ways(rank: int) -> None:
+def test_two_modules_of_ddps_own_ways(rank: int) -> None:
     for way in WAYS:
         for codec in (None, "qsgd") if way == "rebuilt buckets" else (None,):
             try:
@@ -208,7 +209,7 @@ def pairs(way: str, codec: str | None) -> None:
 # ---- going back
 
 
-def a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
+def test_a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
     """A checkpoint in memory, restored in one of two modules while the other goes on."""
     models = [DDP(net(m), bucket_cap_mb=0.005) for m in range(2)]
     handles = [
@@ -227,16 +228,3 @@ def a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
         assert same_everywhere(flat(*models))
         assert not torch.equal(flat(models[1]), other)
         other = flat(models[1])
-
-
-@pytest.mark.usefixtures("shm")
-def test_passes_of_two_ranks() -> None:
-    all_pass(
-        2,
-        [
-            detach_inside_backward_takes_effect_at_its_end,
-            two_modules_of_ddps_own_ways,
-            a_checkpoint_is_restored_while_identities_go_on,
-            an_exception_on_every_rank_is_each_ranks_own,
-        ],
-    )

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transports import over_both
 
 import gradwire as gw
 from ends import End, ended, ends, finished
 from products import one_in
-from ranks import all_pass
 from stress.worlds import of_transport
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, *over_both(3)]
+
 
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
 LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
@@ -125,7 +126,7 @@ def test_a_destroyed_group_ends_what_waits(own: bool, shm: bool) -> None:
     assert "rank 0" in found[2].value.text
 
 
-def what_a_destroyed_group_has_finished_is_not_disturbed(rank: int) -> None:
+def test_what_a_destroyed_group_has_finished_is_not_disturbed(rank: int) -> None:
     """Rank 0 destroys each group as soon as its own calls are done; the others may still wait."""
     for _ in range(4):
         group = dist.new_group(timeout=LIMIT)
@@ -141,7 +142,7 @@ def what_a_destroyed_group_has_finished_is_not_disturbed(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def a_group_after_one_that_failed(rank: int) -> None:
+def test_a_group_after_one_that_failed(rank: int) -> None:
     """A group that failed is destroyed, and a new one of the same ranks works."""
     group = dist.new_group(timeout=LIMIT)
     reduces(100, group=group)
@@ -153,10 +154,3 @@ def a_group_after_one_that_failed(rank: int) -> None:
     values = torch.full((100,), float(rank))
     gw.all_reduce(values, "identity", group=fresh)
     assert torch.equal(values, torch.full((100,), 3.0))
-
-
-@pytest.mark.usefixtures("shm")
-def test_groups_end_and_are_made_anew() -> None:
-    all_pass(
-        3, [what_a_destroyed_group_has_finished_is_not_disturbed, a_group_after_one_that_failed]
-    )

@@ -72,6 +72,11 @@ def replicated(replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
 
 
+def replicas_of_shards(replicas: int) -> Any:
+    """By HSDP; one: by FSDP2."""
+    return sharded(mesh=replicated(replicas)) if replicas > 1 else sharded()
+
+
 # ---- training
 
 Gradients = Mapping[str, torch.Tensor | None]

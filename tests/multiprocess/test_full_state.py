@@ -11,17 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from saved_jobs import Job
 
 import gradwire as gw
 from gradwire.groups import communicator
-from ranks import caught, refuses, together
+from ranks import caught, refuses
 from rooms.state import StateGather
-
-pytestmark = pytest.mark.multiprocess
 
 
 def trained() -> Job:
@@ -30,15 +27,15 @@ def trained() -> Job:
     return job
 
 
-def the_code_of_the_page_runs(rank: int, folder: Path) -> None:
+def test_the_code_of_the_page_runs(rank: int, tmp_path: Path) -> None:
     """The code blocks of docs/how-to/checkpointing.md."""
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "checkpointing.md").read_text()
     page: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, page)
     job = trained()
-    page["save"](folder / "all.pt", job.model, job.optimizer, job.handle, 3)
-    page["save_own"](folder, job.handle)
+    page["save"](tmp_path / "all.pt", job.model, job.optimizer, job.handle, 3)
+    page["save_own"](tmp_path, job.handle)
     weights = job.weights()
     dist.barrier()
     expected = job.train(3, 4)
@@ -46,14 +43,14 @@ def the_code_of_the_page_runs(rank: int, folder: Path) -> None:
         again = Job("aggregating")
         if own:
             again.has(weights)
-            page["load_own"](folder, again.handle)
+            page["load_own"](tmp_path, again.handle)
         else:
-            path = folder / "all.pt"
+            path = tmp_path / "all.pt"
             assert page["load"](path, again.model, again.optimizer, again.handle) == 3
         assert again.train(3, 4) == expected
 
 
-def mistakes(rank: int) -> None:
+def test_mistakes(rank: int) -> None:
     handle = trained().handle
     full = handle.full_state_dict()
     for said, state in (
@@ -76,7 +73,7 @@ def mistakes(rank: int) -> None:
         apart = None  # type: ignore[assignment]
 
 
-def differs(rank: int) -> None:
+def test_differs(rank: int) -> None:
     """Told at once, and the next call of all ranks goes on."""
     handle = Job("aggregating").handle
     calls = partial(handle.full_state_dict, rank0_only=rank == 0)
@@ -84,7 +81,7 @@ def differs(rank: int) -> None:
     assert len(handle.full_state_dict()["ranks"]) == 2
 
 
-def gradients_of_a_state_are_not_kept(rank: int) -> None:
+def test_gradients_of_a_state_are_not_kept(rank: int) -> None:
     job = trained()
     state = job.handle.state_dict()
     state["aggregators"]["0.weight"]["residual"].requires_grad_()
@@ -93,7 +90,7 @@ def gradients_of_a_state_are_not_kept(rank: int) -> None:
     assert not job.handle.state_dict()["aggregators"]["0.weight"]["residual"].requires_grad
 
 
-def a_rank_that_calls_alone_is_told(rank: int) -> None:
+def test_a_rank_that_calls_alone_is_told(rank: int) -> None:
     """By its group's timeout, which rank did not call."""
     job = Job("aggregating")
     if rank == 0:
@@ -105,8 +102,10 @@ def a_rank_that_calls_alone_is_told(rank: int) -> None:
         assert "rank 1 did not reach full_state_dict" in str(error)
 
 
-def a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(rank: int, folder: Path) -> None:
-    job, path = Job("weights kept as reference"), folder / "dcp"
+def test_a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(
+    rank: int, tmp_path: Path
+) -> None:
+    job, path = Job("weights kept as reference"), tmp_path / "dcp"
     job.train(0, 1)
     dcp.save({"gradwire": job.handle.checkpoint()}, checkpoint_id=path)
     said = "under 'other': save {'other': handle.checkpoint()}"
@@ -124,15 +123,3 @@ def a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(rank: int, folder:
             assert "\n" not in said
             dist.barrier()
     job.handle.load_checkpoint(path)
-
-
-def test_mistakes_are_told_and_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    together(
-        2,
-        partial(the_code_of_the_page_runs, folder=tmp_path),
-        mistakes,
-        differs,
-        gradients_of_a_state_are_not_kept,
-        partial(a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks, folder=tmp_path),
-        a_rank_that_calls_alone_is_told,
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import cycle, permutations
+from itertools import cycle, permutations, product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import (
@@ -27,9 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 import gradwire as gw
-from ranks import each, together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import on
 
 BLOCK = 256
 FOUR = {"*.weight": f"randomshift:bits=4:block={BLOCK}", "embedding": "randomshift:bits=4"}
@@ -70,7 +67,11 @@ def update(model: Any, optimizer: Any, step: int, size: float) -> None:
     optimizer.step()
 
 
-def nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> None:
+@on(2, (FOUR, None))
+@on(3, (FOUR, torch.bfloat16))
+@on(3, (NEAREST, None), exhaustive=True)
+@on(5, *product((FOUR, NEAREST), (None, torch.bfloat16)), exhaustive=True)
+def test_nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> None:
     model = sharded(None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype))
     attached(model, weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -94,7 +95,10 @@ def nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> None:
             assert grid <= 2 * (2 * 5 * size) / levels + 2 * rounding
 
 
-def one_version_is_sent_once(rank: int) -> None:
+@on(2)
+@on(3, exhaustive=True)
+@on(5, exhaustive=True)
+def test_one_version_is_sent_once(rank: int) -> None:
     ranks = dist.get_world_size()
     model = sharded(mesh=own_mesh())
     handle = attached(model)
@@ -151,7 +155,7 @@ def codec_of(name: str) -> gw.RandomShift | None:
     return gw.RandomShift(4, 1024 if name == "embedding" else BLOCK)
 
 
-def what_is_not_finite_does_not_last(rank: int) -> None:
+def test_what_is_not_finite_does_not_last(rank: int) -> None:
     model = sharded()
     attached(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -191,7 +195,8 @@ class Coder(nn.Module):
         return self.decoder(x)  # type: ignore[no-any-return]
 
 
-def parts_are_called_by_themselves(rank: int, keep: str) -> None:
+@on(2, "reference", "payload")
+def test_parts_are_called_by_themselves(rank: int, keep: str) -> None:
     """Each computes with the weights of then, whatever has changed them and was called before."""
     model: Any = Coder()
     mesh = own_mesh()
@@ -263,7 +268,7 @@ def parts_are_called_by_themselves(rank: int, keep: str) -> None:
     assert not unlike({"found": model(x)})
 
 
-def the_memory_is_told(rank: int) -> None:
+def test_the_memory_is_told(rank: int) -> None:
     model = sharded()
     handle = attached(model, codec="qsgd:bits=4")
     train(model, 2)
@@ -277,7 +282,7 @@ def the_memory_is_told(rank: int) -> None:
     train(model, 1)
 
 
-def states_of_other_weights(rank: int) -> None:
+def test_states_of_other_weights(rank: int) -> None:
     """Of weights with which it was not saved; and of rank 0 alone: a rank that finds nothing of its
     own makes all ranks send all weights."""
     model = sharded()
@@ -295,15 +300,3 @@ def states_of_other_weights(rank: int) -> None:
     assert all(torch.equal(decoded[name], exact[name]) for name in exact)
     steps(model, optimizer, 3, 5)
     assert not unlike(weights_of(model)[0])
-
-
-def test_all_ranks_hold_the_same_weights_and_nothing_drifts() -> None:
-    together(
-        2,
-        *each(nothing_drifts, (FOUR, None)),
-        one_version_is_sent_once,
-        what_is_not_finite_does_not_last,
-        the_memory_is_told,
-        *each(parts_are_called_by_themselves, "reference", "payload"),
-        states_of_other_weights,
-    )

@@ -5,15 +5,12 @@ tests/multiprocess/test_faults.py has ranks that die.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from sharded_model import by_layer
 from torch import nn
 
 import gradwire as gw
-from ranks import caught, each, together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import caught, on
 
 RAISING = 1
 
@@ -23,7 +20,8 @@ def three_layers() -> nn.Sequential:
     return by_layer(model, reshard_after_forward=True)  # type: ignore[no-any-return]
 
 
-def an_exception_where_others_gather_is_told(rank: int) -> None:
+@on(3)
+def test_an_exception_where_others_gather_is_told(rank: int) -> None:
     """Of frozen layers no gradients are reduced: the others are ahead by a gather."""
     model = three_layers()
     model[1:].requires_grad_(False)
@@ -41,7 +39,8 @@ def an_exception_where_others_gather_is_told(rank: int) -> None:
         assert ", weights" in str(error)
 
 
-def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
+@on(3, True, False)
+def test_an_exception_in_forward_is_told(rank: int, records: bool) -> None:
     """The others gather the last layer's weights; then all go on."""
     model = three_layers()
     model[0].set_modules_to_forward_prefetch([model[1]])  # a gather is under way
@@ -68,7 +67,8 @@ def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
     model(x).square().mean().backward()
 
 
-def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
+@on(3, "payload", "none")
+def test_one_evaluates_a_batch_more(rank: int, keep: str) -> None:
     """It waits for weights, where the others wait for gradients, or gather in backward."""
     model = three_layers()
     gw.attach(model, weights="randomshift:bits=8", keep=keep)
@@ -87,7 +87,8 @@ def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
     assert "make the same calls" in str(error)
 
 
-def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str) -> None:
+@on(3, "payload", "reference")
+def test_a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str) -> None:
     """At one place: an early exit. Training goes on as if it had not been run."""
     ours, twin = three_layers(), three_layers()
     twin.load_state_dict(ours.state_dict())
@@ -118,7 +119,8 @@ def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str)
         assert torch.equal(ours[2](x), twin[2](x))
 
 
-def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
+@on(3)
+def test_ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
     """None of them waits for a gather: they find it as they begin the next forward."""
     model = three_layers()
     gw.attach(model, weights="randomshift:bits=8")
@@ -129,14 +131,3 @@ def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
     error = caught(lambda: model(torch.ones(4, 64)))
     assert isinstance(error, gw.TransportError), error
     assert "forward raised an exception" in str(error)
-
-
-def test_who_raises_is_named() -> None:
-    together(
-        3,
-        *each(an_exception_in_forward_is_told, True, False),
-        *each(a_forward_that_all_ranks_leave_early_needs_no_recovery, "payload", "reference"),
-        ranks_that_leave_a_forward_at_unlike_places_are_told,
-        *each(one_evaluates_a_batch_more, "payload", "none"),
-        an_exception_where_others_gather_is_told,
-    )

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -27,10 +27,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from ranks import each, together
+from ranks import on
 from training import alike
-
-pytestmark = pytest.mark.multiprocess
 
 # The tests' weights are small: a pattern asks for all.
 EIGHT = {"*": "randomshift:bits=8"}
@@ -292,7 +290,16 @@ def exact(model: Any) -> list[torch.Tensor]:
     return [p.sharded_param.to_local().detach().clone() for p in parameters]
 
 
-def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
+def each_with_each(ranks: int) -> list[Any]:
+    """Features and ways to keep weights."""
+    names = [(name,) for name, feature in FEATURES.items() if feature.ranks == ranks]
+    return list(product(names, KEEPS))
+
+
+@on(2, *zip(COMBINED, cycle(KEEPS), strict=False))
+@on(2, *each_with_each(2), exhaustive=True)
+@on(4, *each_with_each(4), exhaustive=True)
+def test_holds(rank: int, names: tuple[str, ...], keep: str) -> None:
     chosen = combined(names)
     # What is sent as differences begins with the weights as they are.
     steps = 2 + chosen.late + 2 * (keep == "reference")
@@ -310,15 +317,3 @@ def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
     for step in range(steps):
         versions = {(group, digest) for at, group, digest in coded.gathers if at == step}
         assert len(versions) == len({group for group, _ in versions}), step
-
-
-def test_weights_are_alike_and_losses_those_of_fsdp() -> None:
-    together(2, *each(holds, *zip(COMBINED, cycle(KEEPS), strict=False)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_feature_with_each_way_to_keep_weights(ranks: int, keep: str) -> None:
-    chosen = [name for name, feature in FEATURES.items() if feature.ranks == ranks]
-    together(ranks, *each(holds, *(((name,), keep) for name in chosen)))

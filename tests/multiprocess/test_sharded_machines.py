@@ -12,10 +12,8 @@ from sharded_model import ALL, backward, gathered, own_mesh, sharded, train, unl
 import gradwire as gw
 from gradwire.algorithms import HierarchicalReduceScatter
 from gradwire.lang import layout
-from ranks import each, together
+from ranks import on
 from training import everywhere
-
-pytestmark = pytest.mark.multiprocess
 
 MACHINES = {3: (0, 0, 1), 4: (0, 0, 1, 1), 5: (0, 1, 1, 0, 1)}
 
@@ -28,7 +26,10 @@ def attached(codec: str, weights: Any, nodes: tuple[int, ...] | None, **more: An
     return model, gw.attach(model, codec, weights=weights, options=options, **more)
 
 
-def two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
+@on(4, ("full", "payload"))
+@on(5, ("codec", "reference"), exhaustive=True)
+@on(3, ("codec", "none"), exhaustive=True)
+def test_two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
     nodes = MACHINES[dist.get_world_size()]
     flat, _ = attached("identity", ALL, None, keep=keep)
     model, handle = attached("identity", ALL, nodes, inside=inside, keep=keep)
@@ -49,7 +50,8 @@ def two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
     assert not unlike(gathered(model))
 
 
-def bytes_are_those_of_the_formula(rank: int) -> None:
+@on(4)
+def test_bytes_are_those_of_the_formula(rank: int) -> None:
     nodes = MACHINES[4]
     model, handle = attached("qsgd:bits=4", ALL, nodes)
     backward(model, 0, spare=True)
@@ -75,13 +77,3 @@ def bytes_are_those_of_the_formula(rank: int) -> None:
     expected = sent(HierarchicalReduceScatter, gradients.get)
     found = int(after["wire_bytes"] - before["wire_bytes"])
     assert found == pytest.approx(expected, rel=0.1)  # segments have headers of their own
-
-
-def test_two_levels_train_as_one() -> None:
-    together(4, *each(two_levels_train_as_one, ("full", "payload")), bytes_are_those_of_the_formula)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "keep"), [(5, "reference"), (3, "none")])
-def test_machines_of_unlike_sizes_train_as_one(ranks: int, keep: str) -> None:
-    together(ranks, *each(two_levels_train_as_one, ("codec", keep)))

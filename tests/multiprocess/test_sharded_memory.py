@@ -5,16 +5,12 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from sharded_model import ALL, backward, own_mesh, sharded
 
 import gradwire as gw
 from gradwire.collectives import Collective, Item
-from products import one_in
-from ranks import each, together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import on
 
 
 def alive(kind: type) -> int:
@@ -22,7 +18,9 @@ def alive(kind: type) -> int:
     return sum(type(one) is kind for one in gc.get_objects())
 
 
-def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
+@on(2, ALL)
+@on(2, None, exhaustive=True)
+def test_gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
     """What a reduce-scatter reads is the whole gradient of its group: it must not stay."""
     model = sharded(mesh=own_mesh())
     for _ in range(2):
@@ -36,8 +34,3 @@ def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
         del handle
         dist.barrier()
         assert alive(Collective) == 0
-
-
-@pytest.mark.parametrize("weights", one_in(2, [ALL, None]))
-def test_gradients_do_not_outlive_their_step(weights: Any) -> None:
-    together(2, *each(gradients_do_not_outlive_their_step, weights))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import Model, batch, sharded
@@ -19,9 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import gradwire as gw
-from ranks import caught, together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import caught
 
 WEIGHTS = {"*": "randomshift:bits=8"}
 TOO_FEW = gw.Options(algorithm="hierarchical", nodes=(0,))
@@ -144,7 +141,7 @@ FSDP2S: list[tuple[str, Callable[[], nn.Module]]] = [
 ]
 
 
-def what_is_refused_is_named(rank: int) -> None:
+def test_what_is_refused_is_named(rank: int) -> None:
     faults = []
     for said, make, options in OURS:
         model = make()
@@ -173,7 +170,3 @@ def what_is_refused_is_named(rank: int) -> None:
     model(batch(0)).sum().backward()
     assert torch.isfinite(model.first.weight.grad.to_local()).all()
     handle.detach()
-
-
-def test_what_is_refused_is_named() -> None:
-    together(2, what_is_refused_is_named)

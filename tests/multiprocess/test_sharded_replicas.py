@@ -17,34 +17,26 @@ from sharded_model import (
     dumped,
     gradients,
     loaded,
+    replicas_of_shards,
     replicated,
     same,
-    sharded,
 )
-from test_sharded import exactly_what_was_asked_for
-from test_sharded_levels import replicas_learn_the_same_levels
-from test_sharded_update import all_ranks_switch_at_the_same_pass, unlike_plans_are_refused
-from test_sharded_weights import replicas_decode_the_same_weights
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import each, refuses, together
+from ranks import on, refuses
 from rooms.decide import tables
 from training import alike, everywhere
 
-pytestmark = pytest.mark.multiprocess
 
-
-def hybrid(replicas: int) -> Any:
-    return sharded(mesh=replicated(replicas))
-
-
-def what_is_owed_is_sent(rank: int, replicas: int = 2) -> None:
+@on(4, 2)
+@on(6, 2, 3, exhaustive=True)
+def test_what_is_owed_is_sent(rank: int, replicas: int) -> None:
     """Law 2: residuals of both hops are sent once the new plan has none; with two ways to
     average."""
     for sums in (False, True):
-        plain, ours = hybrid(replicas), hybrid(replicas)
+        plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
         if sums:
             for model in (plain, ours):
                 model.set_force_sum_reduction_for_comms(True)
@@ -64,9 +56,10 @@ def what_is_owed_is_sent(rank: int, replicas: int = 2) -> None:
             torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
 
 
-def steps_without_the_hop(rank: int) -> None:
+@on(4)
+def test_steps_without_the_hop(rank: int) -> None:
     """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
-    plain, ours = hybrid(2), hybrid(2)
+    plain, ours = replicas_of_shards(2), replicas_of_shards(2)
     handle = gw.attach(ours, "identity")
     for model in (plain, ours):
         model.zero_grad()
@@ -80,15 +73,8 @@ def steps_without_the_hop(rank: int) -> None:
     assert handle.stats()["calls"] == 3 * 3 + 3
 
 
-def plans_switch(rank: int) -> None:
-    """On all ranks at the same pass; refused on all, whether ranks of one replica or replicas ask
-    for something else."""
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2), changes=1)
-    for of in (rank % 2, rank // 2):
-        unlike_plans_are_refused(rank, lambda: hybrid(2), of)
-
-
-def shards_without_values_switch(rank: int) -> None:
+@on(4)
+def test_shards_without_values_switch(rank: int) -> None:
     """No all-reduce tells the ranks of the second shard which version replicas offer; and nothing
     is scattered to a single shard."""
     for replicas in (2, 4):
@@ -105,7 +91,8 @@ def shards_without_values_switch(rank: int) -> None:
         assert versions == [0, 0, 1, 1], replicas
 
 
-def a_policy_decides_for_all_replicas(rank: int) -> None:
+@on(4)
+def test_a_policy_decides_for_all_replicas(rank: int) -> None:
     """From averages over all ranks; a failure on one rank leaves the plan in all replicas."""
     model = model_of("hsdp")
     how: dict[str, Any] = {"policy": "lgreco", "replan": OFTEN, "weights": "randomshift:bits=5"}
@@ -135,13 +122,14 @@ def a_policy_decides_for_all_replicas(rank: int) -> None:
     assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])
 
 
-def states_fit_the_mesh(rank: int) -> None:
+@on(4)
+def test_states_fit_the_mesh(rank: int) -> None:
     """In the same mesh resuming is bit-identical, from a rank's own state and from that of all; in
     another, residuals are refused."""
     how: dict[str, Any] = {"density": 0.1, "error_feedback": True}
 
     def made() -> tuple[Any, Any]:
-        model = hybrid(2)
+        model = replicas_of_shards(2)
         return model, gw.attach(model, "topk", policy="lgreco", **how)
 
     model, handle = made()
@@ -162,7 +150,7 @@ def states_fit_the_mesh(rank: int) -> None:
             for name, gradient in backward(again, step, spare=True).items():
                 assert same(gradient, expected[name])
     del state["policy"]
-    other = hybrid(1)
+    other = replicas_of_shards(1)
     flat = gw.attach(other, "topk", **how)
     ddp = gw.attach(DDP(Model()), "topk", **how)
     own = {key: value for key, value in ddp.state_dict().items() if key != "aggregators"}
@@ -175,36 +163,3 @@ def states_fit_the_mesh(rank: int) -> None:
     ):
         refuses(said, partial(into.load_state_dict, changed))
     flat.load_state_dict({**state, "aggregators": {}})
-
-
-def test_what_is_compressed_is_what_was_asked_for() -> None:
-    together(
-        4,
-        partial(exactly_what_was_asked_for, codec="qsgd", replicas=2),
-        what_is_owed_is_sent,
-        steps_without_the_hop,
-        plans_switch,
-        shards_without_values_switch,
-        a_policy_decides_for_all_replicas,
-        states_fit_the_mesh,
-        replicas_decode_the_same_weights,
-        replicas_learn_the_same_levels,
-    )
-
-
-def every_plan_switches(rank: int) -> None:
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2))
-
-
-@pytest.mark.exhaustive
-def test_identity_is_exact_and_every_plan_switches() -> None:
-    together(
-        4,
-        partial(exactly_what_was_asked_for, codec="identity", replicas=2),
-        every_plan_switches,
-    )
-
-
-@pytest.mark.exhaustive
-def test_six_ranks_lose_nothing() -> None:
-    together(6, *each(what_is_owed_is_sent, 2, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,15 +26,10 @@ from sharded_model import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from unfit_weights import a_mask_is_gathered_as_it_is, values_that_no_codec_holds_may_come_later
 
 import gradwire as gw
-from gradwire.planner.weights import KEEP
-from products import EXHAUSTIVE
-from ranks import each, together
+from ranks import on
 from rooms.handles import sharded_attach
-
-pytestmark = pytest.mark.multiprocess
 
 FOUR = {"*": "randomshift:bits=4"}
 GIVEN = (
@@ -44,30 +40,40 @@ GIVEN = (
 )
 
 
-def weights_are_alike(rank: int, dtypes: Any = (None, torch.bfloat16), given: Any = GIVEN) -> None:
-    for dtype in dtypes:
-        policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
-        plain = gathered(sharded(policy))
-        for weights in given:
-            said = weights, dtype
-            nearby = 2**-4 if weights == {"*": "fp8"} else 0
-            model = sharded(policy)
-            before = shards(model)
-            gw.attach(model, None, weights=weights)
-            once, twice = gathered(model), gathered(model)
-            assert not unlike(once), said
-            changed = 0
-            for name, value in once.items():
-                assert torch.equal(value, twice[name]), (said, name)  # one version: one encoding
-                step = (plain[name].max() - plain[name].min()).item() / 255
-                step += 2e-2 * (dtype is not None)
-                torch.testing.assert_close(value, plain[name], rtol=nearby, atol=step)
-                changed += not torch.equal(value, plain[name])
-            assert changed >= 3, said
-            assert torch.equal(shards(model), before), "the optimizer's"
+def with_each_dtype(test: Any) -> Any:
+    for ranks in (2, 3, 5):
+        test = on(ranks, *product((None, torch.bfloat16), [GIVEN]), exhaustive=True)(test)
+    return test
 
 
-def losses_are_those_of_fsdp(rank: int, dtype: torch.dtype | None, tolerance: float) -> None:
+@on(2, (None, GIVEN[:2]), (torch.bfloat16, GIVEN[2:]))
+@on(3, (torch.bfloat16, GIVEN[:1]))
+@with_each_dtype
+def test_weights_are_alike(rank: int, dtype: torch.dtype | None, given: Any) -> None:
+    policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
+    plain = gathered(sharded(policy))
+    for weights in given:
+        said = weights, dtype
+        nearby = 2**-4 if weights == {"*": "fp8"} else 0
+        model = sharded(policy)
+        before = shards(model)
+        gw.attach(model, None, weights=weights)
+        once, twice = gathered(model), gathered(model)
+        assert not unlike(once), said
+        changed = 0
+        for name, value in once.items():
+            assert torch.equal(value, twice[name]), (said, name)  # one version: one encoding
+            step = (plain[name].max() - plain[name].min()).item() / 255
+            step += 2e-2 * (dtype is not None)
+            torch.testing.assert_close(value, plain[name], rtol=nearby, atol=step)
+            changed += not torch.equal(value, plain[name])
+        assert changed >= 3, said
+        assert torch.equal(shards(model), before), "the optimizer's"
+
+
+@on(2, (None, 0))
+@on(3, (torch.bfloat16, 1e-3), exhaustive=True)
+def test_losses_are_those_of_fsdp(rank: int, dtype: torch.dtype | None, tolerance: float) -> None:
     # gloo rounds every partial sum of bf16, gradwire the whole sum: so sums are of fp32 here.
     policy = None if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     plain = train(sharded(policy), 4)
@@ -80,7 +86,7 @@ def losses_are_those_of_fsdp(rank: int, dtype: torch.dtype | None, tolerance: fl
         assert found == plain
 
 
-def one_version_is_encoded_once(rank: int) -> None:
+def test_one_version_is_encoded_once(rank: int) -> None:
     """Payloads sent twice, kept payloads and micro-batches decode to the same bits."""
     found = {}
     for keep in ("none", "payload", "redraw"):
@@ -108,7 +114,8 @@ def one_version_is_encoded_once(rank: int) -> None:
     assert not torch.equal(found["none"][1], found["redraw"][1])
 
 
-def reductions_are_no_versions(rank: int, how: str) -> None:
+@on(2, "while unsharded", "on meta")
+def test_reductions_are_no_versions(rank: int, how: str) -> None:
     """Micro-batches that are each reduced see one version: that of the optimizer's last step,
     however the handle was attached."""
     with torch.device("meta" if how == "on meta" else "cpu"):
@@ -137,7 +144,10 @@ def reductions_are_no_versions(rank: int, how: str) -> None:
     assert losses[2] == losses[3] != losses[4] == losses[5]
 
 
-def bytes_are_those_of_the_formula(rank: int) -> None:
+@on(2)
+@on(3)
+@on(5, exhaustive=True)
+def test_bytes_are_those_of_the_formula(rank: int) -> None:
     model = sharded()
     handle = gw.attach(model, "qsgd", bits=8, weights=ALL, keep="none")
     for module in model.modules():
@@ -154,7 +164,8 @@ def bytes_are_those_of_the_formula(rank: int) -> None:
     assert stats["weights_exposed_seconds"] > 0 < stats["weights_seconds"]
 
 
-def errors_of_weights_are_told(rank: int, keep: str) -> None:
+@on(2, "none", "reference")
+def test_errors_of_weights_are_told(rank: int, keep: str) -> None:
     model = sharded()
     handle = gw.attach(model, None, weights=ALL, keep=keep)
     optimizer = sgd(model)
@@ -175,7 +186,7 @@ def errors_of_weights_are_told(rank: int, keep: str) -> None:
     assert found["weights_exposed_seconds"] > 0
 
 
-def payloads_are_kept_where_they_fit(rank: int) -> None:
+def test_payloads_are_kept_where_they_fit(rank: int) -> None:
     """The memory of any rank counts, and one of them may have none."""
     free = sharded_attach.free_bytes
     for least, keep in ((2**40, "payload"), (0, "none")):
@@ -187,7 +198,8 @@ def payloads_are_kept_where_they_fit(rank: int) -> None:
     assert free(torch.device("cpu")) > 2**20
 
 
-def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
+@on(2, "payload", "reference")
+def test_frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     """As with adapters: until a rank has changed them, here behind torch's back."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
@@ -230,7 +242,7 @@ def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     assert rows[256:].abs().max() < 0.05
 
 
-def weights_frozen_later_are_those_of_then(rank: int) -> None:
+def test_weights_frozen_later_are_those_of_then(rank: int) -> None:
     """And again, after a time in which they were trained: payloads of before are out of date."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     by_layer(model, reshard_after_forward=True)
@@ -247,7 +259,9 @@ def weights_frozen_later_are_those_of_then(rank: int) -> None:
         optimizer.zero_grad()
 
 
-def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
+@on(2, False)
+@on(4, 2)
+def test_it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
     """With a number, backward gathers decoded values as they are, from fewer ranks."""
 
     def run(keep: str, **options: Any) -> torch.Tensor:
@@ -261,7 +275,7 @@ def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int
         assert torch.equal(run(keep, reshard_after_forward=reshard), always), keep
 
 
-def meshes_of_other_shapes_follow_each_other(rank: int) -> None:
+def test_meshes_of_other_shapes_follow_each_other(rank: int) -> None:
     """The first groups of their handles differ, and they share another one."""
     for shape in ((2, 1), (1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
@@ -271,32 +285,9 @@ def meshes_of_other_shapes_follow_each_other(rank: int) -> None:
         handle.detach()
 
 
-def replicas_decode_the_same_weights(rank: int) -> None:
+@on(4)
+def test_replicas_decode_the_same_weights(rank: int) -> None:
     model = sharded(mesh=replicated(2))
     gw.attach(model, "qsgd", weights=ALL)
     train(model, 2)
     assert not unlike(gathered(model))
-
-
-def test_all_ranks_hold_the_same_weights() -> None:
-    together(
-        2,
-        *each(weights_are_alike, ((None,), GIVEN[:2]), ((torch.bfloat16,), GIVEN[2:])),
-        bytes_are_those_of_the_formula,
-        meshes_of_other_shapes_follow_each_other,
-        payloads_are_kept_where_they_fit,
-        *each(frozen_weights_are_sent_once, "payload", "reference"),
-        weights_frozen_later_are_those_of_then,
-        *each(a_mask_is_gathered_as_it_is, *KEEP),
-        *each(values_that_no_codec_holds_may_come_later, "payload", "reference"),
-        *each(errors_of_weights_are_told, "none", "reference"),
-        *each(losses_are_those_of_fsdp, (None, 0)),
-        one_version_is_encoded_once,
-        *each(reductions_are_no_versions, "while unsharded", "on meta"),
-        *each(it_does_not_matter_when_weights_are_resharded, False),
-    )
-
-
-@EXHAUSTIVE
-def test_weights_are_alike_however_they_are_kept() -> None:
-    together(2, weights_are_alike)
