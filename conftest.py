@@ -73,13 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[i for i in items if not _is_wanted(i, config)])
     items[:] = wanted
     for item in items:
+        if _start(item) or item.path.parent.name == "multiprocess":
+            item.add_marker(pytest.mark.multiprocess)
         if item.get_closest_marker("lab") or item.path.parent.name == "lab":
             item.add_marker(pytest.mark.xdist_group("lab"))
-        elif (
-            item.get_closest_marker("multiprocess")
-            or _start(item)
-            or item.path.parent.name == "multiprocess"
-        ):
+        elif item.get_closest_marker("multiprocess"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     place: dict[Any, int] = {}
     for item in items:
@@ -98,7 +96,7 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
 
 def _start(item: pytest.Item) -> Any:
     """Alike for tests that share processes, which so come one after another."""
-    return repr(item.callspec.params.get("rank")) if hasattr(item, "callspec") else ""
+    return str(item.callspec.params.get("rank", "")) if hasattr(item, "callspec") else ""
 
 
 def _turn(item: pytest.Item) -> int:
@@ -134,7 +132,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition._fixtureinfo.argnames[:1] == ("rank",):
         from ranks import on, rows_of
 
-        metafunc.definition.add_marker("multiprocess")
         marks = list(metafunc.definition.iter_markers("on"))
         own = [mark for mark in marks if mark in metafunc.definition.own_markers]
         metafunc.parametrize(*rows_of(metafunc.function, own or marks or [on(2).mark]))
