@@ -222,6 +222,7 @@ def _process(theirs: Connection, where: tuple[Any, ...]) -> None:
             body, args = theirs.recv()
         except EOFError:
             os._exit(0)  # the tests have ended
+        gc.collect()  # of what the body before has left
         if backend is not None and not joined:
             gc.freeze()  # a collection looks only at what bodies make
             joined.append(backend)
@@ -239,5 +240,3 @@ def _process(theirs: Connection, where: tuple[Any, ...]) -> None:
                 theirs.send(end)
             except Exception as error:  # the value cannot be pickled
                 theirs.send(raised(error))
-            del end
-            gc.collect()

@@ -153,7 +153,7 @@ def rows_of(test: Callable[..., None], marks: Sequence[pytest.Mark]) -> tuple[li
         kept = [pytest.mark.exhaustive] if how.pop("exhaustive", False) else []
         for row in rows or [()]:
             values = row if isinstance(row, tuple) else (row,)
-            named = "-".join(str(getattr(one, "__name__", one))[:60] for one in (ranks, *values))
+            named = "-".join(str(getattr(one, "__name__", one))[:30] for one in (ranks, *values))
             start = Start(ranks, tuple(how.items()))
             runs.append(pytest.param(start, *values, id=named, marks=kept))
     names = list(inspect.signature(test).parameters)

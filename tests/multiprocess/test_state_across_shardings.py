@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +12,6 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import as_processes
-
-pytestmark = pytest.mark.multiprocess
 
 WAYS = ("ddp", "rows", "columns")
 
@@ -55,7 +51,7 @@ def kept(full: Any) -> list[torch.Tensor]:
     return [sum(of["residual"].double() for of in both) for both in zip(*ranks, strict=True)]  # type: ignore[misc]
 
 
-def moves(rank: int) -> None:
+def test_it_moves_from_each_to_each(rank: int) -> None:
     """Law 2, after the save and after a step of the module that has loaded it."""
     ranks = dist.get_world_size()
     first, second = exact(0), exact(1)
@@ -78,7 +74,3 @@ def moves(rank: int) -> None:
                 torch.testing.assert_close(
                     ranks * average + rest, gradient + before, rtol=0, atol=1e-6
                 )
-
-
-def test_it_moves_from_each_to_each() -> None:
-    as_processes(2, moves)

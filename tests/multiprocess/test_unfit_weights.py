@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import gradwire as gw
+from gradwire.planner.weights import KEEP
+from ranks import on
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -39,7 +41,8 @@ def decoded(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-def a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
+@on(2, *KEEP)
+def test_a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
     for low in (-torch.inf, LEAST, -1e4):
         model: Any = Masked(low)
         mask = model.mask.detach().clone()
@@ -66,7 +69,8 @@ def a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
         assert ("or near the largest float: mask" in str(handle)) == unfit
 
 
-def values_that_no_codec_holds_may_come_later(rank: int, keep: str) -> None:
+@on(2, "payload", "reference")
+def test_values_that_no_codec_holds_may_come_later(rank: int, keep: str) -> None:
     """By a load, into groups that are gathered ahead of others, and some of which is frozen."""
     model: Any = nn.Sequential(Masked(0.0), Masked(0.0), Masked(0.0))
     model[1].requires_grad_(False)
