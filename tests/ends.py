@@ -222,8 +222,9 @@ def _process(theirs: Connection, where: tuple[Any, ...]) -> None:
             body, args = theirs.recv()
         except EOFError:
             os._exit(0)  # the tests have ended
-        gc.collect()  # of what the body before has left
-        if backend is not None and not joined:
+        if backend is None or joined:
+            gc.collect()  # what the body before has left
+        else:
             gc.freeze()  # a collection looks only at what bodies make
             joined.append(backend)
             dist.init_process_group(

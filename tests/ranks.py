@@ -91,12 +91,19 @@ def caught(body: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any], *said: str
+) -> Any:
+    """Assert that `call` raises such an error with all these texts; returns the error."""
+    error = caught(call)
+    assert isinstance(error, kind), (said, error)
+    assert all(one in str(error) for one in said), (said, error)
+    return error
+
+
 def refuses(said: str, call: Callable[[], Any]) -> str:
     """Assert that `call` raises a ConfigError with this text; returns all that the error says."""
-    error = caught(call)
-    assert isinstance(error, ConfigError), (said, error)
-    assert said in str(error), (said, error)
-    return str(error)
+    return str(raises(ConfigError, call, said))
 
 
 def as_processes(

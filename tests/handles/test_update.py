@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire import groups
 from gradwire.aggregators import Observation
-from ranks import caught, on, refuses
+from ranks import caught, on, raises, refuses
 from training import everywhere, flat, mlp, same_everywhere, train
 
 pytestmark = [pytest.mark.multiprocess, on(2), on(3, exhaustive=True)]
@@ -155,8 +155,7 @@ def test_unlike_updates_are_named(rank: int) -> None:
     raised = [caught(lambda n=n: step(model, n)) for n in range(2, 5)]
     assert raised == [None] * 3, "a rank raised what another did not know yet"
     told.set()
-    waited = caught(lambda: update.wait(60))
-    assert isinstance(waited, gw.ConfigError)
+    waited = raises(gw.ConfigError, lambda: update.wait(60))
     dist.barrier()
     raised = [caught(lambda n=n: step(model, n)) for n in range(5, 9)]
     assert [raised.index(error) for error in raised if error is not None] == [2]

@@ -18,7 +18,7 @@ from transports import over_both
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
-from ranks import caught
+from ranks import caught, raises
 from stress.worlds import of_transport
 
 pytestmark = [pytest.mark.multiprocess, *over_both(2)]
@@ -292,8 +292,7 @@ def begun_alone(rank: int) -> str:
         store.set("rank 0 gave up", "")
     store.wait(["rank 0 gave up"], timedelta(seconds=60))
     for what in ("the call of gw.attach", "something else"):
-        error = caught(lambda w=what: comm.agree(w, ["a"]))
-        assert isinstance(error, gw.TransportError), error
+        error = raises(gw.TransportError, lambda w=what: comm.agree(w, ["a"]))
     return str(error)
 
 

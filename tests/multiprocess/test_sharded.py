@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import (
+    ALL,
     added,
     assert_as_asked,
     backward,
@@ -12,12 +17,15 @@ from sharded_model import (
     dumped,
     gradients,
     loaded,
+    own_mesh,
     replicated,
     sharded,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire as gw
+from gradwire.collectives import Collective, Item
+from products import one_in
 from ranks import as_processes, on
 
 
@@ -146,3 +154,33 @@ def test_a_detached_module_is_fsdp2s(rank: int) -> None:
     model, plain = sharded(), sharded()
     gw.attach(model).detach()
     assert_as_asked(backward(plain, 0), backward(model, 0), ())
+
+
+# ---- memory: a step keeps no gradients, and a detached handle nothing
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(one) is kind for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("weights", one_in(2, [ALL, None]))
+def test_gradients_do_not_outlive_their_step(weights: Any) -> None:
+    """Of a reduce-scatter, which reads the whole gradient of its group; in processes of their own,
+    which have no other collectives."""
+    as_processes(2, gradients_do_not_outlive_their_step, weights)
+
+
+def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
+    model = sharded(mesh=own_mesh())
+    for _ in range(2):
+        handle = gw.attach(model, "qsgd:bits=4", error_feedback=True, weights=weights)
+        for step in range(2):
+            backward(model, step, spare=True)
+        dist.barrier()
+        assert alive(Item) == 0
+        assert alive(Collective) > 0
+        handle.detach()
+        del handle
+        dist.barrier()
+        assert alive(Collective) == 0

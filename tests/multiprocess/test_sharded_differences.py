@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from sharded_model import (
     batch,
+    exact,
+    gathered,
     message_bytes,
     own_mesh,
     sgd,
@@ -19,7 +21,6 @@ from sharded_model import (
 )
 from torch import nn
 from torch.distributed.fsdp import (
-    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -35,26 +36,6 @@ NEAREST = {"*.weight": "qsgd:bits=4:rounding=nearest"}
 
 def attached(model: Any, weights: Any = FOUR, codec: Any = None, **options: Any) -> Any:
     return gw.attach(model, codec, weights=weights, keep="reference", **options)
-
-
-def groups(model: Any) -> list[tuple[FSDPModule, Any]]:
-    """(module, FSDP's record) of every group."""
-    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return [(m, m._get_fsdp_state()._fsdp_param_group) for m in found]
-
-
-def weights_of(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Copies of the whole weights: as a forward gathers them, and as the optimizer has them."""
-    decoded, exact = {}, {}
-    names = {p: name for name, p in model.named_parameters()}
-    for module, record in groups(model):
-        for p in record.fsdp_params:
-            exact[names[p.sharded_param]] = p.sharded_param.full_tensor().detach().clone()
-        module.unshard()
-        for p in record.fsdp_params:
-            decoded[names[p.sharded_param]] = p._unsharded_param.detach().clone()
-        module.reshard()
-    return decoded, exact
 
 
 def update(model: Any, optimizer: Any, step: int, size: float) -> None:
@@ -75,15 +56,15 @@ def test_nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> N
     model = sharded(None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype))
     attached(model, weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    decoded, _ = weights_of(model)
+    decoded = gathered(model)
     size, levels = 1e-2, 15
     for step in range(6):
         update(model, optimizer, step, size)
         before = decoded
-        decoded, exact = weights_of(model)
+        decoded, wanted = gathered(model), exact(model)
         assert not unlike(decoded)
         for name, value in decoded.items():
-            target = exact[name].to(value.dtype)
+            target = wanted[name].to(value.dtype)
             if "bias" in name:
                 assert torch.equal(value, target)
                 continue
@@ -117,7 +98,7 @@ def test_one_version_is_sent_once(rank: int) -> None:
         if step < 2 or rank:  # this rank alone leaves a step out: that hangs nothing
             optimizer.step()
         optimizer.zero_grad()
-    assert not unlike(weights_of(model)[0])
+    assert not unlike(gathered(model))
     # Weights that no optimizer has changed, also where torch counts no change of a tensor.
     weight = model.first.weight
     for double in (
@@ -128,10 +109,10 @@ def test_one_version_is_sent_once(rank: int) -> None:
     ):
         with torch.no_grad():
             double()
-        decoded, exact = weights_of(model)
-        error = (decoded["first.weight"] - exact["first.weight"]).abs().max()
-        assert error < 0.1 * exact["first.weight"].abs().max()
-    assert exact["first.weight"].abs().max() > 0.8
+        decoded, wanted = gathered(model), exact(model)
+        error = (decoded["first.weight"] - wanted["first.weight"]).abs().max()
+        assert error < 0.1 * wanted["first.weight"].abs().max()
+    assert wanted["first.weight"].abs().max() > 0.8
     optimizer.step()  # without gradients: nothing changes, and nothing is sent
     assert sent(model, handle) <= 2 * 64 * ranks
     with torch.no_grad():
@@ -159,22 +140,24 @@ def test_what_is_not_finite_does_not_last(rank: int) -> None:
     model = sharded()
     attached(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    weights_of(model)
+    gathered(model)
     shard = model.second.weight.to_local()
     if rank == 0:
         with torch.no_grad():
             shard[0, 0] = float("nan")
     optimizer.step()
-    decoded, _ = weights_of(model)
+    decoded = gathered(model)
     assert not torch.isfinite(decoded["second.weight"]).all()
     if rank == 0:
         with torch.no_grad():
             shard[0, 0] = 0.5
     optimizer.step()
-    for name, value in weights_of(model)[0].items():
+    for name, value in gathered(model).items():
         assert torch.isfinite(value).all(), name
-    assert torch.equal(*(of["second.weight"] for of in weights_of(model)))  # sent as they are
-    assert not unlike(weights_of(model)[0])
+    assert torch.equal(
+        gathered(model)["second.weight"], exact(model)["second.weight"]
+    )  # sent as they are
+    assert not unlike(gathered(model))
 
 
 class Coder(nn.Module):
@@ -293,10 +276,10 @@ def test_states_of_other_weights(rank: int) -> None:
         for p in model.parameters():
             p.to_local().add_(1.0)
     handle.load_state_dict(state)
-    decoded, exact = weights_of(model)
-    assert all((decoded[name] - exact[name]).abs().max() < 0.1 for name in exact)
+    decoded, wanted = gathered(model), exact(model)
+    assert all((decoded[name] - wanted[name]).abs().max() < 0.1 for name in wanted)
     handle.load_state_dict(state["ranks"][0])
-    decoded, exact = weights_of(model)
-    assert all(torch.equal(decoded[name], exact[name]) for name in exact)
+    decoded, wanted = gathered(model), exact(model)
+    assert all(torch.equal(decoded[name], wanted[name]) for name in wanted)
     steps(model, optimizer, 3, 5)
-    assert not unlike(weights_of(model)[0])
+    assert not unlike(gathered(model))

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -160,38 +160,6 @@ FEATURES = {
 }
 
 
-# `make test` has several features at once, which do not touch each other.
-COMBINED = [
-    ("offload", "fused", "accumulated", "prefetched"),
-    ("columns", "checkpointed", "evaluated", "several dtypes", "resharded", "late"),
-    ("bf16", "not resharded", "unsharded early"),
-    ("reentrant", "kept between micro-batches"),
-    ("compiled layers",),
-]
-
-
-def combined(names: tuple[str, ...]) -> Feature:
-    all_of = [FEATURES[name] for name in names]
-    calls = [one.call for one in all_of if one.call is not called]
-
-    def each(what: str) -> Callable[..., Any]:
-        return lambda *of: [getattr(one, what)(*of) for one in all_of]
-
-    return Feature(
-        max(one.ranks for one in all_of),
-        {name: value for one in all_of for name, value in one.options.items()},
-        max(one.replicas for one in all_of),
-        each("prepare"),
-        each("adapt"),
-        *calls or [called],
-        before=each("before"),
-        micro=max(one.micro for one in all_of),
-        late=any(one.late for one in all_of),
-        compiled=any(one.compiled for one in all_of),
-        optimizer={name: value for one in all_of for name, value in one.optimizer.items()},
-    )
-
-
 class Nested(nn.Module):
     """The model in a sharded module, whose own parameter is a group of one row."""
 
@@ -217,6 +185,15 @@ def built(feature: Feature) -> Any:
         fully_shard(module, mesh=mesh, **feature.options)
     feature.adapt(outer)
     return outer
+
+
+def each_with_each(test: Any) -> Any:
+    """Features and ways to keep weights; `make test`: each feature of two ranks in one way."""
+    for (name, feature), sampled in zip(FEATURES.items(), cycle(KEEPS), strict=False):
+        for keep in KEEPS:
+            more = feature.ranks > 2 or keep != sampled
+            test = on(feature.ranks, (name, keep), exhaustive=more)(test)
+    return test
 
 
 Gathers = list[tuple[int, int, bytes]]
@@ -290,17 +267,9 @@ def exact(model: Any) -> list[torch.Tensor]:
     return [p.sharded_param.to_local().detach().clone() for p in parameters]
 
 
-def each_with_each(ranks: int) -> list[Any]:
-    """Features and ways to keep weights."""
-    names = [(name,) for name, feature in FEATURES.items() if feature.ranks == ranks]
-    return list(product(names, KEEPS))
-
-
-@on(2, *zip(COMBINED, cycle(KEEPS), strict=False))
-@on(2, *each_with_each(2), exhaustive=True)
-@on(4, *each_with_each(4), exhaustive=True)
-def test_holds(rank: int, names: tuple[str, ...], keep: str) -> None:
-    chosen = combined(names)
+@each_with_each
+def test_weights_are_alike_and_losses_those_of_fsdp(rank: int, feature: str, keep: str) -> None:
+    chosen = FEATURES[feature]
     # What is sent as differences begins with the weights as they are.
     steps = 2 + chosen.late + 2 * (keep == "reference")
     plain = train(chosen, steps)

@@ -20,7 +20,7 @@ from sharded_model import (
 )
 
 import gradwire as gw
-from ranks import caught, on, refuses
+from ranks import caught, on, raises, refuses
 from rooms.handles import Switch
 from training import OnTheWayBack, alike, everywhere, nothing
 
@@ -99,8 +99,7 @@ def test_unlike_plans_are_refused(rank: int, replicas: int, asks: str) -> None:
     backward(model, 0)
     asked = everywhere(8 - 6 * of)
     update = handle.update("qsgd", bits=asked[rank])
-    refused = caught(lambda: update.wait(60))
-    assert isinstance(refused, gw.ConfigError)
+    refused = raises(gw.ConfigError, lambda: update.wait(60))
     told = re.findall(r"rank (\d+) has '[^']*bits=(\d)", str(refused))
     assert len(told) == 2, refused
     assert all(asked[int(one)] == int(bits) for one, bits in told), refused
