@@ -5,9 +5,10 @@ share: by two ranks, or as its marks say:
 
     @on(3, ROW, ..., exhaustive=True, backend="gradwire")
 
-Each row has the arguments behind the rank, as a tuple if there are several; fixtures come after
-them. `exhaustive`: `make test` leaves these rows out; other names are arguments of `Processes`.
-If a rank fails, the report tells how every rank ended, in chronological order.
+or by several numbers of ranks, as a tuple. Each row has the arguments behind the rank, as a tuple
+if there are several; fixtures come after them. `exhaustive`: `make test` leaves these rows out;
+other names are arguments of `Processes`. If a rank fails, the report tells how every rank ended, in
+chronological order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,36 +42,44 @@ def as_threads(
     timeout: float = 60.0,
     fifo: FifoHub | None = None,
 ) -> list[Any]:
-    """Run `body` on all ranks concurrently; returns its results, in rank order.
-
-    Raises the first error, with a report of every rank as its note. Collectives run in order over
-    `fifo` if it is given; else with tags, over `hub`.
-    """
+    """Run `body` on all ranks concurrently, as `at_once`; collectives run in order over `fifo` if
+    it is given; else with tags, over `hub`."""
     hub = hub or Hub(world_size)
-    found: dict[int, End] = {}
-    errors: dict[int, BaseException] = {}
     links: list[Any] = [lambda device, r=r: fifo and fifo.link(r) for r in range(world_size)]
     comms = [Communicator(hub.transport(r), links=links[r]) for r in range(world_size)]
+    try:
+        return at_once(*(functools.partial(body, comm) for comm in comms), seconds=timeout)
+    finally:
+        for comm in comms:
+            comm.close()
+
+
+def at_once(*bodies: Callable[[], Any], seconds: float = 60.0) -> list[Any]:
+    """Run each in its own thread, a rank; returns their results, in rank order.
+
+    Raises the first error, with a report of every rank as its note.
+    """
+    found: dict[int, End] = {}
+    errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            found[rank] = End(body(comms[rank]), at=time.monotonic())
+            found[rank] = End(bodies[rank](), at=time.monotonic())
         except BaseException as error:
             errors[rank], found[rank] = error, raised(error)
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    ranks = range(len(bodies))
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     begun = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout)
+        thread.join(seconds)
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     for rank in hung:
         found[rank] = End(None, "hangs", "", None, time.monotonic(), _stack(threads[rank]))
-    every = [found[rank] for rank in range(world_size)]
+    every = [found[rank] for rank in ranks]
     said = report(begun, every) if errors or hung else ""
-    for comm in comms:
-        comm.close()
     assert not hung, f"ranks {hung} hang; {said}"
     for rank in sorted(errors, key=lambda rank: found[rank].at):
         errors[rank].__notes__ = [*getattr(errors[rank], "__notes__", ()), said]  # Python 3.10
@@ -158,10 +168,10 @@ def rows_of(test: Callable[..., None], marks: Sequence[pytest.Mark]) -> tuple[li
         ranks, *rows = mark.args
         how = {**mark.kwargs}
         kept = [pytest.mark.exhaustive] if how.pop("exhaustive", False) else []
-        for row in rows or [()]:
+        for size, row in product(ranks if isinstance(ranks, tuple) else (ranks,), rows or [()]):
             values = row if isinstance(row, tuple) else (row,)
-            named = "-".join(str(getattr(one, "__name__", one))[:30] for one in (ranks, *values))
-            start = Start(ranks, tuple(how.items()))
+            named = "-".join(str(getattr(one, "__name__", one))[:30] for one in (size, *values))
+            start = Start(size, tuple(how.items()))
             runs.append(pytest.param(start, *values, id=named, marks=kept))
     names = list(inspect.signature(test).parameters)
     return names[: len(runs[0].values)], runs

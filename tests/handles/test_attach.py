@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from ranks import as_processes, on, refuses
+from ranks import on, refuses
 from training import Acts, backward, batch, everywhere, flat, gradients, same_everywhere, train
 
 pytestmark = [pytest.mark.multiprocess, on(2), on(3, exhaustive=True)]
@@ -464,7 +464,9 @@ def test_averaging_overlaps_with_backward(rank: int) -> None:
     train(model, range(2, 3))
 
 
-def two_thousand_steps(rank: int) -> None:
+@pytest.mark.timing
+@on(2)
+def test_two_thousand_steps_leave_memory_flat(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4, error_feedback=True)
     train(model, range(200))
@@ -477,11 +479,6 @@ def two_thousand_steps(rank: int) -> None:
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
-
-
-@pytest.mark.timing
-def test_two_thousand_steps_leave_memory_flat() -> None:
-    as_processes(2, two_thousand_steps, timeout=30, deadline=240)
 
 
 @on(1)

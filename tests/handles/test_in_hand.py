@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import on, refuses
 from rooms.handles import original, plain_name, plain_names
-from training import mlp, sharded, train
+from training import BareFSDP1, mlp, sharded, train
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -134,13 +133,6 @@ def test_a_state_moves_into_a_compiled_model(rank: int) -> None:
     train(bare, range(2))
     other = gw.attach(DDP(compiled(net())), bits=4, error_feedback=True)
     other.load_state_dict(handle.state_dict())
-
-
-class BareFSDP1(FSDP1):
-    """Its own constructor needs a GPU."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
 
 
 class LightningModule(nn.Sequential):

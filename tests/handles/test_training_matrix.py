@@ -73,9 +73,7 @@ def each_method(sample: Callable[[str], bool] = bool) -> Any:
         for ranks, methods in SAMPLES.items():
             if chosen := list(filter(sample, methods)):
                 test = on(ranks, *chosen)(test)
-        for ranks in (1, 2, 3, 5):
-            test = on(ranks, *EVERY, exhaustive=True)(test)
-        return test
+        return on((1, 2, 3, 5), *EVERY, exhaustive=True)(test)
 
     return marked
 

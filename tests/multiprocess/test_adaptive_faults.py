@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from adaptive_model import FOUR, methods, model_of, steps, until_decided
+from adaptive_model import FOUR, held, methods, model_of, steps, until_decided
 from sharded_model import digest, dumped, loaded
 
 import gradwire as gw
 from gradwire.controllers import Budget, Layer, Policy
 from ranks import on
-from rooms.decide import Decider, tables
-from rooms.handles import Switch
+from rooms.decide import tables
 from training import alike, everywhere
 
 ONCE = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
@@ -53,26 +52,6 @@ class Restless(Policy):
 
 
 # ---- delays
-
-
-@contextlib.contextmanager
-def held(before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> Iterator[None]:
-    """This rank calls `before` before it makes tables, and `after` once it has prepared a plan, of
-    which its switch does not know yet."""
-    make, prepare = Decider._tables, Switch._prepare
-
-    def held_tables(self: Any, window: Any) -> Any:
-        before()
-        return make(self, window)
-
-    def held_prepare(self: Any, plan: Any) -> None:
-        prepare(self, plan)
-        after()
-
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(Decider, "_tables", held_tables)
-        monkey.setattr(Switch, "_prepare", held_prepare)
-        yield
 
 
 class Lag:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from ranks import on, refuses
-from training import batch, flat, same_everywhere, train
+from training import Branches, batch, flat, same_everywhere, train
 
 ENVIRONMENT = {"GRADWIRE_MIN_BYTES": "4000"}
 BLOBS = {**ENVIRONMENT, "GRADWIRE_BLOB": "1"}
@@ -79,18 +79,6 @@ def test_ddp_modules_are_compressed_by_parameter(rank: int) -> None:
     assert "_before_forward" not in str(model._forward_pre_hooks)  # the backend's own
     train(again, range(4))
     assert torch.equal(flat(again), flat(model))
-
-
-class Branches(nn.Module):
-    """Uses one of two layers per step, so that the other has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right, self.head = nn.Linear(20, 60), nn.Linear(20, 60), nn.Linear(60, 30)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return self.head(self.left(x) if left else self.right(x))
 
 
 @by_parameter

@@ -252,8 +252,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @on(3, backend="gradwire")
-@on(1, backend="gradwire", exhaustive=True)
-@on(4, backend="gradwire", exhaustive=True)
+@on((1, 4), backend="gradwire", exhaustive=True)
 def test_every_operation_has_the_outcome_of_gloo(rank: int) -> None:
     warnings.simplefilter("ignore")
     ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")

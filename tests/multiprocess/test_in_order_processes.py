@@ -51,9 +51,7 @@ def equal(ordered: dist.ProcessGroup, act: Any) -> bool:
 
 
 @on(3, False)
-@on(4, True, exhaustive=True)
-@on(2, True, exhaustive=True)
-@on(3, True, exhaustive=True)
+@on((2, 3, 4), True, exhaustive=True)
 def test_collectives_have_the_bits_of_those_with_tags(rank: int, every: bool) -> None:
     """Each option with one codec, or with every codec."""
     n, ordered = dist.get_world_size(), ordered_group()
@@ -87,8 +85,7 @@ def test_collectives_have_the_bits_of_those_with_tags(rank: int, every: bool) ->
 
 
 @on(3)
-@on(4, exhaustive=True)
-@on(2, exhaustive=True)
+@on((2, 4), exhaustive=True)
 def test_training_has_the_bits_of_that_with_tags(rank: int) -> None:
     ordered, stats = ordered_group(), {}
 
@@ -162,8 +159,7 @@ def test_the_backend_goes_in_order_where_its_group_does(rank: int) -> None:
 
 
 @on(3)
-@on(4, exhaustive=True)
-@on(2, exhaustive=True)
+@on((2, 4), exhaustive=True)
 def test_a_group_without_cpu_tensors_has_a_companion(rank: int) -> None:
     """A group that carries no CPU tensors gets a companion that does."""
     size = dist.get_world_size()

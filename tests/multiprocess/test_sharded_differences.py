@@ -77,8 +77,7 @@ def test_nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> N
 
 
 @on(2)
-@on(3, exhaustive=True)
-@on(5, exhaustive=True)
+@on((3, 5), exhaustive=True)
 def test_one_version_is_sent_once(rank: int) -> None:
     ranks = dist.get_world_size()
     model = sharded(mesh=own_mesh())

@@ -25,12 +25,6 @@ GRADIENTS = {"codec": "learnedlevels:bits=3:block=128:rounding=stochastic"}
 SMALLEST = 2000  # the tests' weights are small
 
 
-def in_more_ways(test: Any) -> Any:
-    for ranks in (2, 3, 5):
-        test = on(ranks, "none", "payload", "reference", exhaustive=True)(test)
-    return test
-
-
 def made(weights: Any = WEIGHTS, keep: str = "none", **options: Any) -> tuple[Any, Any, Any]:
     model = sharded(**{"mesh": own_mesh(), **options})
     handle = gw.attach(model, **GRADIENTS, weights=weights, keep=keep)
@@ -49,7 +43,7 @@ def errors(model: Any) -> dict[str, float]:
 
 
 @on(2, "none")
-@in_more_ways
+@on((2, 3, 5), "none", "payload", "reference", exhaustive=True)
 def test_levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     model, handle, optimizer = made(keep=keep)
     losses = steps(model, optimizer, 0, 3)
@@ -94,7 +88,7 @@ def test_replicas_learn_the_same_levels(rank: int) -> None:
 
 
 @on(2, "none")
-@in_more_ways
+@on((2, 3, 5), "none", "payload", "reference", exhaustive=True)
 def test_codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     model, handle, optimizer = made(keep=keep)
     steps(model, optimizer, 0, 1)

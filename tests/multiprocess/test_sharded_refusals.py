@@ -13,22 +13,15 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import gradwire as gw
 from ranks import caught
+from training import BareFSDP1
 
 WEIGHTS = {"*": "randomshift:bits=8"}
 TOO_FEW = gw.Options(algorithm="hierarchical", nodes=(0,))
-
-
-class BareFSDP1(FSDP1):
-    """Its own constructor needs a GPU."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
 
 
 def whole() -> DeviceMesh:

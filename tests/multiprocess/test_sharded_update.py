@@ -7,8 +7,8 @@ import re
 import threading
 from typing import Any
 
-import pytest
 import torch
+from adaptive_model import held
 from sharded_model import (
     assert_as_asked,
     backward,
@@ -21,7 +21,6 @@ from sharded_model import (
 
 import gradwire as gw
 from ranks import caught, on, raises, refuses
-from rooms.handles import Switch
 from training import OnTheWayBack, alike, everywhere, nothing
 
 CHANGES: list[dict[str, Any]] = [
@@ -42,10 +41,9 @@ def test_all_ranks_switch_at_the_same_pass(rank: int, replicas: int, changes: in
     once the last rank has prepared it."""
     plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
     handle = gw.attach(ours, bits=8, error_feedback=True)
-    prepare, prepared, goes_on = Switch._prepare, threading.Event(), threading.Event()
+    prepared, goes_on = threading.Event(), threading.Event()
 
-    def held(self: Any, plan: Any) -> None:
-        prepare(self, plan)
+    def waits() -> None:
         prepared.set()
         assert goes_on.wait(60)
 
@@ -62,8 +60,7 @@ def test_all_ranks_switch_at_the_same_pass(rank: int, replicas: int, changes: in
                 if gradient is not None:
                     total[name] = total.get(name, 0.0) + (gradient - found[name]).double()
 
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(Switch, "_prepare", held)
+    with held(after=waits):
         for number, (change, codec) in enumerate(zip(CHANGES[:changes], CODECS, strict=False)):
             passes(rank)
             update = handle.update(**change)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from itertools import product
 from typing import Any
 
 import pytest
@@ -43,15 +42,9 @@ GIVEN = (
 )
 
 
-def with_each_dtype(test: Any) -> Any:
-    for ranks in (2, 3, 5):
-        test = on(ranks, *product((None, torch.bfloat16), [GIVEN]), exhaustive=True)(test)
-    return test
-
-
 @on(2, (None, GIVEN[:2]), (torch.bfloat16, GIVEN[2:]))
 @on(3, (torch.bfloat16, GIVEN[:1]))
-@with_each_dtype
+@on((2, 3, 5), (None, GIVEN), (torch.bfloat16, GIVEN), exhaustive=True)
 def test_weights_are_alike(rank: int, dtype: torch.dtype | None, given: Any) -> None:
     policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
     plain = gathered(sharded(policy))
