@@ -28,7 +28,7 @@ import pytest
 
 from ends import GRACE, End, Processes, ends, raised, report
 from fifo import FifoHub
-from gradwire import ConfigError
+from gradwire import ConfigError, TransportError
 from gradwire.engine import Communicator
 from gradwire.transport import Hub
 
@@ -109,6 +109,17 @@ def raises(
     assert isinstance(error, kind), (said, error)
     assert all(one in str(error) for one in said), (said, error)
     return error
+
+
+def raises_alone(
+    rank: int, raising: int, kind: type[BaseException], call: Callable[[], Any], *said: str
+) -> None:
+    """Assert that `call` raises a rank's own error on this one, and on the others a TransportError
+    that blames it, with all these texts."""
+    if rank == raising:
+        raises(kind, call)
+    else:
+        assert raises(TransportError, call, *said).peer == raising
 
 
 def refuses(said: str, call: Callable[[], Any]) -> str:

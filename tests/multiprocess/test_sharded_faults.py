@@ -10,8 +10,9 @@ from sharded_model import by_layer
 from torch import nn
 
 import gradwire as gw
-from ranks import caught, on, raises
+from ranks import caught, on, raises, raises_alone
 
+pytestmark = on(3)
 RAISING = 1
 
 
@@ -20,7 +21,6 @@ def three_layers() -> nn.Sequential:
     return by_layer(model, reshard_after_forward=True)  # type: ignore[no-any-return]
 
 
-@on(3)
 def test_an_exception_where_others_gather_is_told(rank: int) -> None:
     """Of frozen layers no gradients are reduced: the others are ahead by a gather."""
     model = three_layers()
@@ -28,15 +28,11 @@ def test_an_exception_where_others_gather_is_told(rank: int) -> None:
     gw.attach(model, weights="randomshift:bits=8", keep="none")
     if rank == RAISING:
         model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
-    error = caught(lambda: model(torch.randn(4, 64)).square().mean().backward())
-    if rank == RAISING:
-        assert isinstance(error, ZeroDivisionError), error
-    else:
-        assert isinstance(error, gw.TransportError), error
-        assert error.peer == RAISING
-        assert "backward raised an exception at step" in str(error)
-        assert "of the sharded module of" in str(error)
-        assert ", weights" in str(error)
+    said = "backward raised an exception at step", "of the sharded module of", ", weights"
+    raises_alone(
+        rank, RAISING, ZeroDivisionError,
+        lambda: model(torch.randn(4, 64)).square().mean().backward(), *said,
+    )  # fmt: skip
 
 
 @on(3, True, False)
@@ -51,17 +47,12 @@ def test_an_exception_in_forward_is_told(rank: int, records: bool) -> None:
             assert caught(lambda: model(x)) is None
         if rank == RAISING:
             hook = model[0].register_forward_hook(lambda *_: 1 / 0)
+        said = f"rank {RAISING}: forward raised an exception"
         with torch.set_grad_enabled(records):
-            error = caught(lambda: model(x))
+            raises_alone(rank, RAISING, ZeroDivisionError, lambda: model(x), said)
         if rank == RAISING:
-            assert isinstance(error, ZeroDivisionError), error
-            hook.remove()
-            error = caught(lambda: model(x))  # what it would gather is not what the others do
-            assert isinstance(error, gw.TransportError), error
-        else:
-            assert isinstance(error, gw.TransportError), error
-            assert error.peer == RAISING
-            assert f"rank {RAISING}: forward raised an exception" in str(error)
+            hook.remove()  # what it would gather is not what the others do
+            raises(gw.TransportError, lambda: model(x))
         model.reset_iter_state()
         handle.recover()
     model(x).square().mean().backward()
@@ -116,7 +107,6 @@ def test_a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep:
         assert torch.equal(ours[2](x), twin[2](x))
 
 
-@on(3)
 def test_ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
     """None of them waits for a gather: they find it as they begin the next forward."""
     model = three_layers()

@@ -38,6 +38,8 @@ from ranks import on, refuses
 from rooms.decide import tables
 from training import alike, everywhere
 
+pytestmark = on(4)
+
 
 @on(4, 2)
 @on(6, 2, 3, exhaustive=True)
@@ -65,7 +67,6 @@ def test_what_is_owed_is_sent(rank: int, replicas: int) -> None:
             torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
 
 
-@on(4)
 def test_steps_without_the_hop(rank: int) -> None:
     """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
     plain, ours = replicas_of_shards(2), replicas_of_shards(2)
@@ -82,7 +83,6 @@ def test_steps_without_the_hop(rank: int) -> None:
     assert handle.stats()["calls"] == 3 * 3 + 3
 
 
-@on(4)
 def test_shards_without_values_switch(rank: int) -> None:
     """No all-reduce tells the ranks of the second shard which version replicas offer; and nothing
     is scattered to a single shard."""
@@ -100,7 +100,6 @@ def test_shards_without_values_switch(rank: int) -> None:
         assert versions == [0, 0, 1, 1], replicas
 
 
-@on(4)
 def test_a_policy_decides_for_all_replicas(rank: int) -> None:
     """From averages over all ranks; a failure on one rank leaves the plan in all replicas."""
     model = model_of("hsdp")
@@ -131,7 +130,6 @@ def test_a_policy_decides_for_all_replicas(rank: int) -> None:
     assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])
 
 
-@on(4)
 def test_states_fit_the_mesh(rank: int) -> None:
     """In the same mesh resuming is bit-identical, from a rank's own state and from that of all; in
     another, residuals are refused."""
@@ -212,7 +210,6 @@ def test_two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
     assert not unlike(gathered(model))
 
 
-@on(4)
 def test_bytes_are_those_of_the_formula(rank: int) -> None:
     nodes = MACHINES[4]
     model, handle = attached("qsgd:bits=4", ALL, nodes)
