@@ -134,7 +134,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
         marks = list(metafunc.definition.iter_markers("on"))
         own = [mark for mark in marks if mark in metafunc.definition.own_markers]
-        metafunc.parametrize(*rows_of(metafunc.function, own or marks or [on(2).mark]))
+        marks = own[::-1] or marks or [on(2).mark]  # decorators from the first on
+        metafunc.parametrize(*rows_of(metafunc.function, marks))
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, batch, replicated
+from sharded_model import Model, batch, own_mesh, replicated
 from torch import nn
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
@@ -175,11 +174,8 @@ class Nested(nn.Module):
 def built(feature: Feature) -> Any:
     model = Model()
     feature.prepare(model)
-    mesh = (
-        replicated(feature.replicas)
-        if feature.replicas > 1
-        else init_device_mesh("cpu", (feature.ranks,))
-    )
+    # Each training draws the same random numbers, whatever was before it.
+    mesh = replicated(feature.replicas) if feature.replicas > 1 else own_mesh()
     outer = Nested(model)
     for module in (model.first, model.frozen, model.spare, model, outer):
         fully_shard(module, mesh=mesh, **feature.options)
