@@ -38,23 +38,18 @@ OPTIONS = [
 CODECS = ("qsgd", "identity", "topk")
 
 
-def ordered_group() -> dist.ProcessGroup:
-    """Another group of all ranks, treated from now on as one that keeps order."""
-    group = dist.new_group()
+def two_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """New ones of all ranks; the first is treated from now on as one that keeps order."""
+    group, other = dist.new_group(), dist.new_group()
     groups.keeps_order = lambda asked, device: asked is group
-    return group
-
-
-def equal(ordered: dist.ProcessGroup, act: Any) -> bool:
-    """Whether `act(group)` returns the same tensors over both groups."""
-    return all(map(torch.equal, act(ordered), act(dist.group.WORLD)))
+    return group, other
 
 
 @on(3, False)
 @on((2, 3, 4), True, exhaustive=True)
 def test_collectives_have_the_bits_of_those_with_tags(rank: int, every: bool) -> None:
     """Each option with one codec, or with every codec."""
-    n, ordered = dist.get_world_size(), ordered_group()
+    n, (ordered, other) = dist.get_world_size(), two_groups()
     torch.manual_seed(rank)
     values = torch.randn(n * 10_001)
 
@@ -72,22 +67,25 @@ def test_collectives_have_the_bits_of_those_with_tags(rank: int, every: bool) ->
         gw.all_gather(whole, shard, group=group)
         return [shard, whole]
 
+    def equal(act: Any) -> bool:
+        return all(map(torch.equal, act(ordered), act(other)))
+
     wrong = [
         f"{codec}, {options}"
         for at, options in enumerate(OPTIONS)
         for codec in (CODECS if every else [CODECS[at % len(CODECS)]])
-        if not equal(ordered, partial(all_reduce, codec=codec, options=options))
+        if not equal(partial(all_reduce, codec=codec, options=options))
     ]
     assert groups.communicator(ordered).stream(torch.device("cpu")) is not None
-    assert groups.communicator().stream(torch.device("cpu")) is None
+    assert groups.communicator(other).stream(torch.device("cpu")) is None
     assert not wrong
-    assert equal(ordered, halves)
+    assert equal(halves)
 
 
 @on(3)
 @on((2, 4), exhaustive=True)
 def test_training_has_the_bits_of_that_with_tags(rank: int) -> None:
-    ordered, stats = ordered_group(), {}
+    (ordered, other), stats = two_groups(), {}
 
     def train(group: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -106,14 +104,14 @@ def test_training_has_the_bits_of_that_with_tags(rank: int) -> None:
         stats.update(handle.stats())
         return [p.detach() for p in model.parameters()]
 
-    assert all(map(torch.equal, train(dist.group.WORLD), train(ordered)))
+    assert all(map(torch.equal, train(other), train(ordered)))
     assert stats["steps"] == 4
     assert stats["ratio"] > 4
 
 
 def test_ranks_change_the_plan_of_shards_together(rank: int) -> None:
     """Of an FSDP2 module, where one rank is late with the next plan."""
-    mesh = DeviceMesh.from_group(ordered_group(), "cpu")
+    mesh = DeviceMesh.from_group(two_groups()[0], "cpu")
     model = fully_shard(nn.Linear(300, 200), mesh=mesh)
     handle = gw.attach(model, bits=4)
 
