@@ -132,9 +132,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition._fixtureinfo.argnames[:1] == ("rank",):
         from ranks import on, rows_of
 
-        marks = list(metafunc.definition.iter_markers("on"))
-        own = [mark for mark in marks if mark in metafunc.definition.own_markers]
-        marks = own[::-1] or marks or [on(2).mark]  # decorators from the first on
+        own = [mark for mark in metafunc.definition.own_markers if mark.name == "on"]
+        of_file = list(metafunc.definition.iter_markers("on")) or [on(2).mark]
+        marks = own[::-1] or of_file  # decorators from the first on
         metafunc.parametrize(*rows_of(metafunc.function, marks))
 
 
