@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -71,11 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[i for i in items if not _is_wanted(i, config)])
     items[:] = wanted
     for item in items:
+        if _start(item) or item.path.parent.name == "multiprocess":
+            item.add_marker(pytest.mark.multiprocess)
         if item.get_closest_marker("lab") or item.path.parent.name == "lab":
             item.add_marker(pytest.mark.xdist_group("lab"))
         elif item.get_closest_marker("multiprocess"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=_turn)
+    place: dict[Any, int] = {}
+    for item in items:
+        place.setdefault(item.path, len(place))
+        place.setdefault((item.path, _start(item)), len(place))
+    items.sort(key=lambda item: (_turn(item), place[item.path], place[item.path, _start(item)]))
 
 
 def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
@@ -84,6 +92,11 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
     if item.get_closest_marker("timing"):
         return False
     return config.getoption("exhaustive") or not item.get_closest_marker("exhaustive")
+
+
+def _start(item: pytest.Item) -> Any:
+    """Alike for tests that share processes, which so come one after another."""
+    return str(item.callspec.params.get("rank", "")) if hasattr(item, "callspec") else ""
 
 
 def _turn(item: pytest.Item) -> int:
@@ -103,3 +116,36 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                     f"this pytest-xdist does not keep groups of tests together ({item.nodeid}); "
                     "install the versions of constraints.txt"
                 )
+
+
+# ---- tests that every rank runs (tests/ranks.py)
+
+
+@cache
+def _crew() -> Any:
+    from ranks import Crew  # not before OMP_WAIT_POLICY is set
+
+    return Crew()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition._fixtureinfo.argnames[:1] == ("rank",):
+        from ranks import on, rows_of
+
+        own = [mark for mark in metafunc.definition.own_markers if mark.name == "on"]
+        of_file = list(metafunc.definition.iter_markers("on")) or [on(2).mark]
+        marks = own[::-1] or of_file  # decorators from the first on
+        metafunc.parametrize(*rows_of(metafunc.function, marks))
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if next(iter(given), None) != "rank":
+        return None
+    _crew().run(given.pop("rank"), pyfuncitem.function, **given)
+    return True
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if _crew.cache_info().currsize and (nextitem is None or nextitem.path != item.path):
+        _crew().close()

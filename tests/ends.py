@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import multiprocessing as mp
@@ -100,63 +99,97 @@ def forkserver() -> Any:
     return context
 
 
-def ends(
-    world_size: int,
-    body: Callable[..., Any],
-    *args: Any,
-    timeout: float = 15.0,
-    deadline: float = 60.0,
-    backend: str | None = "gloo",
-    environment: Mapping[str, str] | None = None,
-    unawaited: Collection[int] = (),
-    grace: float | None = None,
-) -> list[End]:
-    """Run `body(rank, *args)` in `world_size` processes; returns how they ended, in rank order.
+class Processes:
+    """The ranks of a process group, forked from a server; they run one body after another.
 
     This process hosts the store, as the launcher does under torchrun.
 
     Args:
         timeout: seconds, of the process group.
-        deadline: seconds after which a rank hangs.
         backend: of the process group; None: no group, and no store.
         environment: added to that of the processes.
-        unawaited: ranks that may never end.
-        grace: seconds after which a rank hangs once an awaited one has failed; None: as `deadline`.
     """
-    context, given = forkserver(), {**os.environ, **(environment or {})}
-    if backend is not None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    found: dict[int, End] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        started = []
+
+    def __init__(
+        self,
+        world_size: int,
+        timeout: float = 15.0,
+        backend: str | None = "gloo",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        context, given = forkserver(), {**os.environ, **(environment or {})}
+        if backend is not None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+            given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        self._stacks = tempfile.TemporaryDirectory()
+        self._started: list[tuple[Any, Connection]] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            where = (rank, world_size, timeout, backend, given, f"{folder}/{rank}")
-            process = context.Process(target=_process, args=(theirs, where, body, args))
+            where = (rank, world_size, timeout, backend, given, f"{self._stacks.name}/{rank}")
+            process = context.Process(target=_process, args=(theirs, where))
             process.start()
             theirs.close()
-            started.append((process, ours))
+            self._started.append((process, ours))
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        deadline: float = 60.0,
+        unawaited: Collection[int] = (),
+        grace: float | None = None,
+    ) -> list[End]:
+        """Run `body(rank, *args)` on all ranks; returns how they ended, in rank order.
+
+        Args:
+            deadline: seconds after which a rank hangs.
+            unawaited: ranks that may never end.
+            grace: seconds after which a rank hangs once an awaited one has failed; None: as
+                `deadline`.
+        """
+        for _, ours in self._started:
+            ours.send((body, args))
+        found: dict[int, End] = {}
         last = time.monotonic() + deadline
-        waiting = {ours: rank for rank, (_, ours) in enumerate(started)}
-        while waiting.keys() - {started[rank][1] for rank in unawaited}:
+        waiting = {ours: rank for rank, (_, ours) in enumerate(self._started)}
+        while waiting.keys() - {self._started[rank][1] for rank in unawaited}:
             ready = wait(list(waiting), max(last - time.monotonic(), 0))
             for ours in ready:
                 assert isinstance(ours, Connection)
                 rank = waiting.pop(ours)
-                found[rank] = _end_of(started[rank][0], ours)
+                found[rank] = _end_of(self._started[rank][0], ours)
                 if grace is not None and found[rank].error and rank not in unawaited:
                     last = min(last, time.monotonic() + grace)
             if not ready:
                 break
         for rank in waiting.values():
-            stack = _stacks(started[rank][0].pid, Path(folder, str(rank)))
+            stack = _stacks(self._started[rank][0].pid, Path(self._stacks.name, str(rank)))
             found[rank] = End(None, "hangs", stack, None, time.monotonic(), stack)
-        for process, _ in started:
+        return [found[rank] for rank in range(len(self._started))]
+
+    def close(self) -> None:
+        for process, _ in self._started:
             process.kill()
             process.join()
-    return [found[rank] for rank in range(world_size)]
+        self._stacks.cleanup()
+
+
+def ends(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 15.0,
+    backend: str | None = "gloo",
+    environment: Mapping[str, str] | None = None,
+    **how: Any,
+) -> list[End]:
+    """How processes of their own end; see `Processes`, and its `run` for `how`."""
+    processes = Processes(world_size, timeout, backend, environment)
+    try:
+        return processes.run(body, *args, **how)
+    finally:
+        processes.close()
 
 
 def _end_of(process: Any, ours: Connection) -> End:
@@ -178,29 +211,33 @@ def _stacks(pid: int, file: Path) -> str:
     return text
 
 
-def _process(  # type: ignore[no-untyped-def]
-    theirs, where, body, args
-):
+def _process(theirs: Connection, where: tuple[Any, ...]) -> None:
     rank, world_size, timeout, backend, environment, stacks = where
-    gc.freeze()  # a collection looks only at what the body makes
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
+
+    def run() -> Any:
+        try:
+            body, args = theirs.recv()
+        except EOFError:
+            os._exit(0)  # the tests have ended
+        if backend is None or joined:
+            gc.collect()  # what the body before has left
+        else:
+            gc.freeze()  # a collection looks only at what bodies make
+            joined.append(backend)
+            dist.init_process_group(
+                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            )
+        return body(rank, *args)
+
+    joined: list[str] = []
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file)
-
-        def run() -> Any:
-            if backend is not None:
-                dist.init_process_group(
-                    backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-                )
-            return body(rank, *args)
-
-        end = ended(run)
-        try:
-            theirs.send(end)
-        except Exception as error:  # the value cannot be pickled
-            theirs.send(raised(error))
-        with contextlib.suppress(EOFError):
-            theirs.recv()  # the others may still need this process; none is told to it
-        os._exit(0)  # a broken gloo group does not always let its process end
+        while True:  # until it is killed: others may still need this process
+            end = ended(run)
+            try:
+                theirs.send(end)
+            except Exception as error:  # the value cannot be pickled
+                theirs.send(raised(error))

@@ -1,35 +1,38 @@
-"""Ranks as threads over the loopback transport, and as processes over gloo; and checks on them.
+"""Ranks as threads over the loopback transport, and as processes over gloo.
 
-If one fails, the test's report tells how every rank ended, in chronological order.
+A test whose first argument is `rank` is run by every rank, in processes that the tests of a file
+share: by two ranks, or as its marks say:
+
+    @on(3, ROW, ..., exhaustive=True, backend="gradwire")
+
+or by several numbers of ranks, as a tuple. Each row has the arguments behind the rank, as a tuple
+if there are several; fixtures come after them. `exhaustive`: `make test` leaves these rows out;
+other names are arguments of `Processes`. If a rank fails, the report tells how every rank ended, in
+chronological order.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from itertools import count
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-import torch.distributed as dist
+import pytest
 
-from ends import GRACE, End, ends, raised, report
+from ends import GRACE, End, Processes, ends, raised, report
 from fifo import FifoHub
-from gradwire import ConfigError
+from gradwire import ConfigError, TransportError
 from gradwire.engine import Communicator
 from gradwire.transport import Hub
 
-Check = Callable[[int], Any]
-
 WORLD_SIZES = [1, 2, 3, 4, 5, 8]
-
-_checks = count()  # of this process: the same numbers on all ranks
 
 
 def as_threads(
@@ -39,36 +42,44 @@ def as_threads(
     timeout: float = 60.0,
     fifo: FifoHub | None = None,
 ) -> list[Any]:
-    """Run `body` on all ranks concurrently; returns its results, in rank order.
-
-    Raises the first error, with a report of every rank as its note. Collectives run in order over
-    `fifo` if it is given; else with tags, over `hub`.
-    """
+    """Run `body` on all ranks concurrently, as `at_once`; collectives run in order over `fifo` if
+    it is given; else with tags, over `hub`."""
     hub = hub or Hub(world_size)
-    found: dict[int, End] = {}
-    errors: dict[int, BaseException] = {}
     links: list[Any] = [lambda device, r=r: fifo and fifo.link(r) for r in range(world_size)]
     comms = [Communicator(hub.transport(r), links=links[r]) for r in range(world_size)]
+    try:
+        return at_once(*(functools.partial(body, comm) for comm in comms), seconds=timeout)
+    finally:
+        for comm in comms:
+            comm.close()
+
+
+def at_once(*bodies: Callable[[], Any], seconds: float = 60.0) -> list[Any]:
+    """Run each in its own thread, a rank; returns their results, in rank order.
+
+    Raises the first error, with a report of every rank as its note.
+    """
+    found: dict[int, End] = {}
+    errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            found[rank] = End(body(comms[rank]), at=time.monotonic())
+            found[rank] = End(bodies[rank](), at=time.monotonic())
         except BaseException as error:
             errors[rank], found[rank] = error, raised(error)
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    ranks = range(len(bodies))
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     begun = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout)
+        thread.join(seconds)
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     for rank in hung:
         found[rank] = End(None, "hangs", "", None, time.monotonic(), _stack(threads[rank]))
-    every = [found[rank] for rank in range(world_size)]
+    every = [found[rank] for rank in ranks]
     said = report(begun, every) if errors or hung else ""
-    for comm in comms:
-        comm.close()
     assert not hung, f"ranks {hung} hang; {said}"
     for rank in sorted(errors, key=lambda rank: found[rank].at):
         errors[rank].__notes__ = [*getattr(errors[rank], "__notes__", ()), said]  # Python 3.10
@@ -90,12 +101,30 @@ def caught(body: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any], *said: str
+) -> Any:
+    """Assert that `call` raises such an error with all these texts; returns the error."""
+    error = caught(call)
+    assert isinstance(error, kind), (said, error)
+    assert all(one in str(error) for one in said), (said, error)
+    return error
+
+
+def raises_alone(
+    rank: int, raising: int, kind: type[BaseException], call: Callable[[], Any], *said: str
+) -> None:
+    """Assert that `call` raises a rank's own error on this one, and on the others a TransportError
+    that blames it, with all these texts."""
+    if rank == raising:
+        raises(kind, call)
+    else:
+        assert raises(TransportError, call, *said).peer == raising
+
+
 def refuses(said: str, call: Callable[[], Any]) -> str:
     """Assert that `call` raises a ConfigError with this text; returns all that the error says."""
-    error = caught(call)
-    assert isinstance(error, ConfigError), (said, error)
-    assert said in str(error), (said, error)
-    return str(error)
+    return str(raises(ConfigError, call, said))
 
 
 def as_processes(
@@ -118,90 +147,80 @@ def as_processes(
         world_size, body, *args, timeout=timeout, deadline=deadline, backend=backend,
         environment=environment, unawaited=expect_death, grace=GRACE,
     )  # fmt: skip
-    failed = [r for r, e in enumerate(found) if e.error and r not in expect_death]
-    if failed:
-        failed.sort(key=lambda rank: found[rank].at)
-        raise AssertionError(f"ranks {failed} failed; {report(begun, found)}")
+    all_returned(begun, found, expect_death)
     return [end.value for end in found]
 
 
-def check_each(rank: int, checks: Sequence[Callable[..., Any]], *args: Any) -> dict[str, str]:
-    """Run every check, even after one has failed; returns the stacks of those that failed.
-
-    Arguments are (rank, *args), or as many of them as a check has parameters. All ranks wait for
-    each other behind every check, through the store, since a failed one may have broken the group;
-    where a rank does not end a check that failed on this one, no other check runs.
-    """
-    return _results(rank, checks, args)[1]
+def all_returned(begun: float, found: Sequence[End], but: Collection[int] = ()) -> None:
+    """Assert it of these ranks, but for some, with a report of every rank."""
+    failed = [rank for rank, end in enumerate(found) if end.error and rank not in but]
+    failed.sort(key=lambda rank: found[rank].at)
+    assert not failed, f"ranks {failed} failed; {report(begun, found)}"
 
 
-def _results(
-    rank: int, checks: Sequence[Callable[..., Any]], args: Sequence[Any]
-) -> tuple[list[Any], dict[str, str]]:
-    """What the checks returned, and the stacks of those that failed, by name."""
-    store = dist.distributed_c10d._get_default_store().clone()  # one client waits at a time
-    ranks = range(dist.get_world_size())
-    found: list[Any] = []
-    failed: dict[str, str] = {}
-    for check in checks:
-        name = _named(check)
-        try:
-            found.append(check(*(rank, *args)[: _positional(check)]))
-        except BaseException:
-            failed[name] = traceback.format_exc()
-        number = next(_checks)
-        store.set(f"check {number} of {rank}", b"")
-        try:
-            every = [f"check {number} of {r}" for r in ranks]
-            store.wait(every, timedelta(seconds=GRACE if name in failed else 600))
-        except dist.DistStoreError:
-            failed[name] = f"{failed.get(name, '')}it does not end on all ranks"
-            break
-        gc.collect()
-    return found, failed
+# ---- tests of which every rank runs the body
 
 
-def _positional(check: Callable[..., Any]) -> int:
-    """How many arguments it takes that have no value yet."""
-    kinds = [one.kind for one in inspect.signature(check).parameters.values()]
-    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+on = pytest.mark.on
 
 
-def _named(check: Callable[..., Any]) -> str:
-    """As a call, if it has arguments of its own."""
-    if not isinstance(check, functools.partial):
-        return str(getattr(check, "__name__", check))
-    given = [repr(value)[:80] for value in check.args]
-    given += [f"{key}={repr(value)[:80]}" for key, value in check.keywords.items()]
-    return f"{check.func.__name__}({', '.join(given)})"
+@dataclass(frozen=True)
+class Start:
+    """Of processes that share a group: how many, and the arguments of `Processes` as pairs."""
+
+    ranks: int = 2
+    how: tuple[tuple[str, Any], ...] = ()
 
 
-def each(check: Callable[..., Any], *rows: Any) -> list[Check]:
-    """The check with each row: an argument behind the rank, or a tuple of several."""
-    names = list(inspect.signature(check).parameters)[1:]
-    given = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [functools.partial(check, **dict(zip(names, row, strict=False))) for row in given]
+def rows_of(test: Callable[..., None], marks: Sequence[pytest.Mark]) -> tuple[list[str], list[Any]]:
+    """For `parametrize`: the names of arguments, and their values in each run."""
+    runs = []
+    for mark in marks:
+        ranks, *rows = mark.args
+        how = {**mark.kwargs}
+        kept = [pytest.mark.exhaustive] if how.pop("exhaustive", False) else []
+        for size, row in product(ranks if isinstance(ranks, tuple) else (ranks,), rows or [()]):
+            values = row if isinstance(row, tuple) else (row,)
+            named = "-".join(str(getattr(one, "__name__", one))[:30] for one in (size, *values))
+            start = Start(size, tuple(how.items()))
+            runs.append(pytest.param(start, *values, id=named, marks=kept))
+    names = list(inspect.signature(test).parameters)
+    return names[: len(runs[0].values)], runs
 
 
-def all_pass(
-    world_size: int, checks: Sequence[Callable[..., Any]], *args: Any, **how: Any
-) -> list[list[Any]]:
-    """Run checks on processes that share one start, which costs more than most checks do; returns
-    their results, by check in rank order. The error has every one that failed by name.
+class Crew:
+    """The processes that run a file's tests, one test after another, until one fails."""
 
-    See `check_each`, and `as_processes` for `how`.
-    """
-    found = as_processes(world_size, _results, checks, args, **how)
-    faults = [
-        f"{name}, rank {rank} of {world_size}:\n{stack}"
-        for rank, (_, failed) in enumerate(found)
-        for name, stack in failed.items()
-    ]
-    assert not faults, "\n".join(faults)
-    return [list(of) for of in zip(*(results for results, _ in found), strict=True)]
+    def __init__(self) -> None:
+        self._start: Start | None = None
+        self._processes: Processes | None = None
+
+    def run(self, start: Start, test: Callable[..., None], *args: Any, **given: Any) -> None:
+        """Run `test(rank, *args, **given)` on all ranks, which must return."""
+        if self._start != start:
+            self.close()
+            # An error that only a timeout of the group would tell is a failure.
+            how = {"timeout": 600.0, **dict(start.how)}
+            self._start, self._processes = start, Processes(start.ranks, **how)
+        assert self._processes is not None
+        begun = time.monotonic()
+        body = functools.partial(test, **given)
+        found = self._processes.run(body, *args, deadline=240.0, grace=GRACE)
+        if any(end.error for end in found):
+            self.close()
+        all_returned(begun, found)
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+        self._start = self._processes = None
 
 
-def together(world_size: int, *checks: Check, **how: Any) -> list[list[Any]]:
-    """`all_pass` where the group's timeout is longer than its deadline, so that an error that only
-    a timeout would tell is a failure."""
-    return all_pass(world_size, checks, **{"timeout": 600.0, "deadline": 240.0, **how})
+def one_by_one(world_size: int, tests: Iterable[Callable[..., None]], *args: Any) -> None:
+    """Run `test(rank, *args)` for each test, in processes that they share."""
+    crew = Crew()
+    try:
+        for test in tests:
+            crew.run(Start(world_size), test, *args)
+    finally:
+        crew.close()

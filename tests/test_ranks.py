@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ranks
 from gradwire import CodecError, TransportError
 from gradwire.engine import Communicator
-from ranks import all_pass, as_processes, as_threads
+from ranks import Crew, Start, as_processes, as_threads, on, rows_of
 
 
 def heads(said: str) -> list[str]:
@@ -102,20 +102,35 @@ def passes(rank: int) -> None:
     assert rank in (0, 1)
 
 
-def fails_on_one(rank: int, told: str) -> None:
-    assert rank == 0, told
-
-
-def passes_later() -> None:
-    dist.barrier()
+def fails_on_one(rank: int) -> None:
+    assert rank == 0, "what was told"
 
 
 @pytest.mark.multiprocess
-def test_of_checks_that_share_processes_each_that_fails_is_named() -> None:
-    with pytest.raises(AssertionError) as raised:
-        all_pass(2, [passes, fails_on_one, passes_later], "what was told")
-    said = str(raised.value)
-    assert said.startswith("fails_on_one, rank 1 of 2:\n")
-    assert "AssertionError: what was told" in said
-    assert "passes" not in said
-    all_pass(2, [passes, passes_later])
+def test_of_tests_that_share_processes_each_that_fails_is_told() -> None:
+    crew = Crew()
+    try:
+        crew.run(Start(), passes)
+        with pytest.raises(AssertionError, match=r"ranks \[1\] failed") as raised:
+            crew.run(Start(), fails_on_one)
+        assert "AssertionError: what was told" in str(raised.value)
+        crew.run(Start(), passes)
+    finally:
+        crew.close()
+
+
+ROWS = [(2, ("a", 1), {}), (3, ("b", 2), {"exhaustive": True, "backend": "gradwire"})]
+
+
+def test_rows_have_their_ranks_and_names() -> None:
+    def test(rank: int, text: str, number: int, tmp_path: object) -> None:
+        pass
+
+    marks = [on(ranks, row, **how).mark for ranks, row, how in ROWS]
+    names, runs = rows_of(test, marks)
+    assert names == ["rank", "text", "number"]
+    assert [run.values for run in runs] == [
+        (Start(2), "a", 1), (Start(3, (("backend", "gradwire"),)), "b", 2),
+    ]  # fmt: skip
+    assert [run.id for run in runs] == ["2-a-1", "3-b-2"]
+    assert [len(run.marks) for run in runs] == [0, 1]

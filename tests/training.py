@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 
 
@@ -82,6 +83,25 @@ def alike(value: Any) -> bool:
 
 def same_everywhere(tensor: torch.Tensor) -> bool:
     return all(torch.equal(tensor, other) for other in everywhere(tensor))
+
+
+class Branches(nn.Module):
+    """Uses one of two layers per step, so that the other has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.head = nn.Linear(20, 60), nn.Linear(20, 60), nn.Linear(60, 30)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.head(self.left(x) if left else self.right(x))
+
+
+class BareFSDP1(FSDP1):
+    """Its own constructor needs a GPU."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
 
 
 class OnTheWayBack(torch.autograd.Function):

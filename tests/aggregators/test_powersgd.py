@@ -162,14 +162,14 @@ def company(_: int, rank: int, feedback: bool) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("rank", "feedback"), one_in(6, product_of([2, 1, 5], [True, False])))
-def test_layers_do_not_depend_on_their_company(rank: int, feedback: bool) -> None:
+@pytest.mark.parametrize(("width", "feedback"), one_in(6, product_of([2, 1, 5], [True, False])))
+def test_layers_do_not_depend_on_their_company(width: int, feedback: bool) -> None:
     """A matrix library's bits depend on a matrix's address and on the size of the batch.
 
     And on how many threads they have, which torch keeps thread by thread: the engine's would have
     what was set when they began. So this is a process of its own, in which all have one.
     """
-    as_processes(1, company, rank, feedback)
+    as_processes(1, company, width, feedback)
 
 
 def test_a_gradient_of_zeros_is_no_end() -> None:

@@ -18,7 +18,7 @@ from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
-from ranks import as_threads, caught
+from ranks import as_threads, caught, raises
 from rooms.collectives import Job
 from rooms.engine import workers
 
@@ -39,8 +39,7 @@ def test_memory_that_is_not_what_the_spec_says_never_reaches_a_kernel() -> None:
             Item(good, KEYS, 0, residual[:5]),
             Item(good, KEYS, -1, residual),
         ):
-            error = caught(partial(collective.start, [item]))
-            assert isinstance(error, ConfigError)
+            error = raises(ConfigError, partial(collective.start, [item]))
             assert str(error).startswith("w: ")
 
     as_threads(2, body)

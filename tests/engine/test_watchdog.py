@@ -13,7 +13,7 @@ from gradwire.engine import Communicator, Issue
 from gradwire.errors import TransportError
 from gradwire.transport import Hub
 from leftovers import until
-from ranks import as_threads, caught
+from ranks import as_threads, raises
 from rooms.engine import Watchdog, watchdog
 
 
@@ -176,8 +176,7 @@ def test_a_death_ends_all_waits_once_there_is_one_that_the_dead_rank_has_not_rea
         if comm.rank == 0:
             assert looks[:2] == [{2: []}] * 2
         pending = member.exchange("second", b"")
-        error = caught(lambda: comm.agree("a plan", ["a"]))
-        assert isinstance(error, TransportError)
+        error = raises(TransportError, lambda: comm.agree("a plan", ["a"]))
         assert error.peer == 2
         assert "rank 2 has died" in str(error)
         assert pending.exception(60) is comm.error

@@ -23,11 +23,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from products import EXHAUSTIVE
-from ranks import all_pass, as_processes, refuses
+from ranks import on, refuses
 from training import Acts, backward, batch, everywhere, flat, gradients, same_everywhere, train
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, on(2), on(3, exhaustive=True)]
 
 
 def mlp(width: int = 40) -> nn.Module:
@@ -72,7 +71,7 @@ def as_plain(model: DDP, build: Callable[[], nn.Module], **arguments: Any) -> gw
 # ---- scenarios: each runs on every rank, within one process group
 
 
-def training_is_that_of_plain_ddp(rank: int) -> None:
+def test_training_is_that_of_plain_ddp(rank: int) -> None:
     as_plain(DDP(mlp()), mlp)
     as_plain(DDP(mlp(), static_graph=True), mlp, codec="qsgd", bits=8)
     stats = as_plain(DDP(mlp()), mlp, codec="qsgd", bits=8).stats()
@@ -94,7 +93,7 @@ class TwoDtypes(nn.Module):
         return self.last(self.first(x).bfloat16()).float()
 
 
-def static_graph_of_several_buckets(rank: int) -> None:
+def test_static_graph_of_several_buckets(rank: int) -> None:
     """DDP gives each bucket of its first pass index 0, and is_last() False."""
     for coalesce_bytes in (0, 5000, 1 << 18):  # the first has 3360 bytes, the last 8200
         model, reference = DDP(TwoDtypes(), static_graph=True), DDP(TwoDtypes(), static_graph=True)
@@ -108,7 +107,7 @@ def static_graph_of_several_buckets(rank: int) -> None:
             assert handle.stats()["steps"] == step + 1
 
 
-def skipped_parameters_are_fine(rank: int) -> None:
+def test_skipped_parameters_are_fine(rank: int) -> None:
     """DDP skips a bucket of parameters that no rank has used, even the last one."""
     if "skip_all_reduce_unused_params" not in inspect.signature(DDP).parameters:
         return  # torch below 2.7
@@ -127,7 +126,7 @@ def skipped_parameters_are_fine(rank: int) -> None:
     assert handle.stats()["steps"] == 5
 
 
-def several_modules_keep_apart(rank: int) -> None:
+def test_several_modules_keep_apart(rank: int) -> None:
     first, second, bare = DDP(mlp()), DDP(mlp(56)), DDP(mlp())
     one, two = gw.attach(first, bits=4), gw.attach(second, bits=8, seed=3)
     train(bare, range(2))  # law 9: what is not attached is not touched
@@ -143,7 +142,7 @@ def several_modules_keep_apart(rank: int) -> None:
     assert same_everywhere(gradients(second))
 
 
-def several_groups_at_once(rank: int) -> None:
+def test_several_groups_at_once(rank: int) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     model = DDP(mlp(), process_group=group)
     gw.attach(model, bits=8)
@@ -154,7 +153,7 @@ def several_groups_at_once(rank: int) -> None:
     assert torch.equal(tensor, torch.full((100,), (dist.get_world_size() - 1) / 2))
 
 
-def detach_and_attach_again(rank: int) -> None:
+def test_detach_and_attach_again(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4)
     refuses("detach", lambda: gw.attach(model))
@@ -167,7 +166,7 @@ def detach_and_attach_again(rank: int) -> None:
     assert again.stats()["steps"] == 1
 
 
-def handles_draw_numbers_of_their_own(rank: int) -> None:
+def test_handles_draw_numbers_of_their_own(rank: int) -> None:
     model, drawn = DDP(mlp()), []
     for _ in range(3):
         handle = gw.attach(model, bits=2)
@@ -178,7 +177,7 @@ def handles_draw_numbers_of_their_own(rank: int) -> None:
     assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
 
 
-def many_codecs_cost_no_more_kernel_calls(rank: int) -> None:
+def test_many_codecs_cost_no_more_kernel_calls(rank: int) -> None:
     def calls(bits: list[int], target: str) -> int:
         """The result of two steps, once DDP has rebuilt its buckets."""
         torch.manual_seed(0)
@@ -196,7 +195,7 @@ def many_codecs_cost_no_more_kernel_calls(rank: int) -> None:
     assert calls([2, 4, 8] * 2, "eager") > one
 
 
-def nothing_to_compress_still_works(rank: int) -> None:
+def test_nothing_to_compress_still_works(rank: int) -> None:
     model = DDP(nn.LayerNorm(20))
     gw.attach(model)
     train(model, range(2))
@@ -222,7 +221,7 @@ class Mixed(nn.Module):
         return self.last(x.float())
 
 
-def other_dtypes_go_as_they_are(rank: int) -> None:
+def test_other_dtypes_go_as_they_are(rank: int) -> None:
     """Next to compressed parameters, in any bucketing."""
     for megabytes, coalesce_bytes in ((25, 1 << 18), (0.0001, 0), (0.0001, 1 << 30), (0.002, 4000)):
         reference = DDP(Mixed(), bucket_cap_mb=megabytes)
@@ -264,12 +263,12 @@ def other_dtypes_go_as_they_are(rank: int) -> None:
     assert "complex64" in told
 
 
-def plans_that_differ_are_named(rank: int) -> None:
+def test_plans_that_differ_are_named(rank: int) -> None:
     refuses("0.weight", lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
     refuses(f"{10 + rank} x", lambda: gw.all_reduce(torch.zeros(10 + rank)))
 
 
-def bucketing_changes_nothing(rank: int) -> None:
+def test_bucketing_changes_nothing(rank: int) -> None:
     """Nor does it change a bit whether buckets below a threshold are combined."""
     trained, collectives = [], []
     ways = ((0.0001, 1 << 18), (0.002, 1 << 18), (0.02, 0), (0.02, 1 << 30), (25, 1 << 18))
@@ -301,7 +300,7 @@ class Pieces(nn.Module):
         return x
 
 
-def backward_in_pieces(rank: int) -> None:
+def test_backward_in_pieces(rank: int) -> None:
     for reentrant in (True, False):
         results = []
         for compressed in (False, True):
@@ -318,7 +317,7 @@ def backward_in_pieces(rank: int) -> None:
         assert same_everywhere(results[1])
 
 
-def state_moves_to_another_world_size(rank: int) -> None:
+def test_state_moves_to_another_world_size(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, error_feedback=True)
     train(model, range(2))
@@ -333,7 +332,7 @@ def state_moves_to_another_world_size(rank: int) -> None:
         torch.testing.assert_close(found, state["residual"])
 
 
-def a_state_is_a_snapshot(rank: int) -> None:
+def test_a_state_is_a_snapshot(rank: int) -> None:
     """Training changes neither a state that was taken before it nor one that was loaded."""
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, error_feedback=True)
@@ -358,7 +357,7 @@ def a_state_is_a_snapshot(rank: int) -> None:
     )
 
 
-def copies_are_plain_modules(rank: int) -> None:
+def test_copies_are_plain_modules(rank: int) -> None:
     model = DDP(mlp())
     refuses("bits=9", lambda: gw.attach(model, bits=9))
     handle = gw.attach(model, bits=4)
@@ -383,7 +382,7 @@ def copies_are_plain_modules(rank: int) -> None:
     assert handle.stats()["steps"] == 1
 
 
-def what_ddp_synchronises_is_planned(rank: int) -> None:
+def test_what_ddp_synchronises_is_planned(rank: int) -> None:
     def trained(attach: bool, **arguments: Any) -> torch.Tensor:
         module = mlp()
         module[2].weight.requires_grad_(False)  # before wrapping: DDP ignores it
@@ -411,7 +410,7 @@ def what_ddp_synchronises_is_planned(rank: int) -> None:
     refuses("(3, 40)", lambda: train(model, range(1)))
 
 
-def uneven_inputs_join(rank: int) -> None:
+def test_uneven_inputs_join(rank: int) -> None:
     def joined(attach: bool) -> torch.Tensor:
         model = DDP(mlp(), bucket_cap_mb=0.001)
         if attach:
@@ -434,7 +433,7 @@ def uneven_inputs_join(rank: int) -> None:
     assert same_everywhere(flat(model))
 
 
-def memory_stays_flat(rank: int) -> None:
+def test_memory_stays_flat(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(20, 2000), nn.Linear(2000, 100)), bucket_cap_mb=0.2)
     handle = gw.attach(model, bits=4)
@@ -445,7 +444,7 @@ def memory_stays_flat(rank: int) -> None:
     assert handle.stats()["peak_extra_bytes"] <= gradient_bytes / 2
 
 
-def averaging_overlaps_with_backward(rank: int) -> None:
+def test_averaging_overlaps_with_backward(rank: int) -> None:
     """The last layer's bucket is averaged while the first layer's gradient is not yet computed."""
     layers, averaged = Acts(), threading.Event()
     model = DDP(layers, bucket_cap_mb=0.02)
@@ -465,37 +464,9 @@ def averaging_overlaps_with_backward(rank: int) -> None:
     train(model, range(2, 3))
 
 
-SCENARIOS = [
-    training_is_that_of_plain_ddp,
-    static_graph_of_several_buckets,
-    skipped_parameters_are_fine,
-    several_modules_keep_apart,
-    several_groups_at_once,
-    detach_and_attach_again,
-    handles_draw_numbers_of_their_own,
-    many_codecs_cost_no_more_kernel_calls,
-    nothing_to_compress_still_works,
-    other_dtypes_go_as_they_are,
-    plans_that_differ_are_named,
-    bucketing_changes_nothing,
-    backward_in_pieces,
-    state_moves_to_another_world_size,
-    a_state_is_a_snapshot,
-    copies_are_plain_modules,
-    what_ddp_synchronises_is_planned,
-    uneven_inputs_join,
-    memory_stays_flat,
-    averaging_overlaps_with_backward,
-]
-
-
-@pytest.mark.timeout(280)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=EXHAUSTIVE)])
-def test_attach(world_size: int) -> None:
-    all_pass(world_size, SCENARIOS, timeout=30, deadline=240)
-
-
-def two_thousand_steps(rank: int) -> None:
+@pytest.mark.timing
+@on(2)
+def test_two_thousand_steps_leave_memory_flat(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4, error_feedback=True)
     train(model, range(200))
@@ -510,12 +481,8 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-@pytest.mark.timing
-def test_two_thousand_steps_leave_memory_flat() -> None:
-    as_processes(2, two_thousand_steps, timeout=30, deadline=240)
-
-
-def alone(rank: int) -> None:
+@on(1)
+def test_alone(rank: int) -> None:
     """World size 1: nothing is encoded, so nothing is kept; states of more ranks still load."""
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, error_feedback=True)
@@ -537,7 +504,8 @@ def alone(rank: int) -> None:
     assert not handle.state_dict()["aggregators"]
 
 
-def alone_sharded_or_plain(rank: int) -> None:
+@on(1)
+def test_alone_sharded_or_plain(rank: int) -> None:
     """The same calls, whatever wraps the module; `ratio` can be formatted."""
 
     for wrap in (DDP, fully_shard, nn.Module.train):
@@ -561,8 +529,3 @@ def alone_sharded_or_plain(rank: int) -> None:
         handle.detach()
         train(model, range(4, 5))
         assert torch.equal(flat(model), plain(mlp, range(5)))
-
-
-@pytest.mark.timeout(100)
-def test_attach_alone() -> None:
-    all_pass(1, [alone, alone_sharded_or_plain], timeout=30, deadline=90)

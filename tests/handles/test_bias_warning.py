@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import all_pass, caught, refuses
+from ranks import caught, on, refuses
 from rooms.handles import bias, uncompiled
 from training import mlp, sharded
 
@@ -36,7 +36,7 @@ def told(call: Any, what: str = "biased") -> list[str]:
     return [str(one.message) for one in found if what in str(one.message)]
 
 
-def attaching(rank: int) -> None:
+def test_attaching(rank: int) -> None:
     for make in (lambda: DDP(net()), lambda: sharded(net())):
         for given, name in (
             (("topk",), "topk:density=0.01"),
@@ -72,7 +72,7 @@ def attaching(rank: int) -> None:
         refuses("detached", lambda handle=handle: handle.update(bits=2))
 
 
-def growing(rank: int) -> None:
+def test_growing(rank: int) -> None:
     loose, unbiased = "grow without bound", ("terngrad", "qsgd:bits=1", "thc:bits=2:code=2")
     diverging = (*unbiased, "qsgd:bits=2:rounding=nearest")
     others = ("qsgd:bits=4", "qsgd:bits=2:block=32", "thc", "topk", "adacomp", None)
@@ -103,7 +103,7 @@ def interpreted_on_one(rank: int, call: Callable[[], Any]) -> tuple[Any, list[st
     return made[0], said
 
 
-def interpreted(rank: int) -> None:
+def test_interpreted(rank: int) -> None:
     """bf16 stands in, on all ranks, for what one rank would interpret."""
     bf16, dense = gw.Cast("bf16"), None
     eager = {"options": gw.Options(target="eager")} if rank == 1 else {}
@@ -157,14 +157,16 @@ def interpreted(rank: int) -> None:
     assert "dgc(density=0.001, momentum=0.9, values=fp16) needs compiled kernels" in str(refused)
 
 
-def registering(rank: int) -> None:
+@on(2, backend="gradwire")
+def test_registering(rank: int) -> None:
     assert told(lambda: gw.register(DDP(net()), "topk"))
     assert not told(lambda: gw.register(DDP(net()), "topk", error_feedback=True))
     assert not told(lambda: gw.register(DDP(net())))
     assert "keep no residuals" in told(lambda: gw.register(blob=True, codec="topk"))[0]
 
 
-def dropped_in(rank: int) -> None:
+@on(2, backend="gradwire")
+def test_dropped_in(rank: int) -> None:
     """A model that the backend finds by itself, through a codec that the environment names."""
     os.environ["GRADWIRE_CODEC"] = "topk"
     model = DDP(net(), process_group=dist.new_group(backend="gradwire"))
@@ -177,12 +179,6 @@ def dropped_in(rank: int) -> None:
     assert len(said) == 1
 
 
-def alone(rank: int) -> None:
+@on(1)
+def test_alone(rank: int) -> None:
     assert not told(lambda: gw.attach(DDP(net()), "topk"))  # nothing is sent
-
-
-@pytest.mark.multiprocess
-def test_a_biased_codec_alone_warns() -> None:
-    all_pass(2, [attaching, growing, interpreted], timeout=30)
-    all_pass(2, [registering, dropped_in], timeout=30, backend="gradwire")
-    all_pass(1, [alone])

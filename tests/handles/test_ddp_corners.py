@@ -24,7 +24,7 @@ import gradwire as gw
 from ends import ends
 from gradwire.aggregators import Observation, Rounds
 from leftovers import until
-from ranks import all_pass, caught, refuses
+from ranks import caught, refuses
 from training import Acts, nothing
 
 pytestmark = pytest.mark.multiprocess
@@ -52,7 +52,7 @@ class Words(nn.Module):
         return self.last((function if sparse else self.words)(x))  # type: ignore[no-any-return]
 
 
-def what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
+def test_what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
     model = DDP(Words())
     for options in ({}, {"exclude": ["words.weight"]}):
         refuses("words.weight has sparse", lambda o=options: gw.attach(model, **o))
@@ -69,7 +69,7 @@ def what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
     refuses("1.bias has an optimizer that runs in backward", lambda: gw.attach(stepping))
 
 
-def what_is_refused_at_attach_is_refused_later(rank: int) -> None:
+def test_what_is_refused_at_attach_is_refused_later(rank: int) -> None:
     for forwards in (0, 1, 5):
         model = DDP(net())
         gw.attach(model)
@@ -93,7 +93,7 @@ class Tied(nn.Module):
         return self.last(x), self.last.weight, self.last.weight.T
 
 
-def a_returned_parameter_keeps_no_hook(rank: int) -> None:
+def test_a_returned_parameter_keeps_no_hook(rank: int) -> None:
     model = DDP(Tied())
     handle = gw.attach(model)
     for _ in range(3):
@@ -103,7 +103,7 @@ def a_returned_parameter_keeps_no_hook(rank: int) -> None:
     handle.detach()
 
 
-def a_handle_stays_where_it_is(rank: int) -> None:
+def test_a_handle_stays_where_it_is(rank: int) -> None:
     handle = gw.attach(DDP(net()))
     for of in (copy.deepcopy, pickle.dumps, lambda h: torch.save(h, io.BytesIO())):
         refuses("save its state_dict()", lambda of=of: of(handle))
@@ -111,7 +111,7 @@ def a_handle_stays_where_it_is(rank: int) -> None:
     refuses("was detached", lambda: handle.update(bits=3))
 
 
-def averages_over_ranks_with_inputs_are_refused(rank: int) -> None:
+def test_averages_over_ranks_with_inputs_are_refused(rank: int) -> None:
     for detached in (False, True):  # a detached module has the hook still
         model = DDP(net())
         handle = gw.attach(model)
@@ -128,7 +128,7 @@ def warned(body: Callable[[], Any]) -> list[str]:
     return [str(one.message) for one in found if "DDP" in str(one.message)]
 
 
-def what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
+def test_what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
     model = DDP(net())
     gw.attach(model)
     assert not warned(lambda: step(model))
@@ -154,7 +154,7 @@ def what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
     assert not warned(lambda: step(model.module))
 
 
-def ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
+def test_ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
     """They hold gradients, and copies of them for an observer."""
     model = DDP(net(), bucket_cap_mb=0.0001)
     handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
@@ -170,7 +170,7 @@ def ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
         stop()
 
 
-def dropped_modules_leave_nothing(rank: int) -> None:
+def test_dropped_modules_leave_nothing(rank: int) -> None:
     """Nor do buckets that DDP has built anew."""
     made: list[weakref.ref[Any]] = []
     for _ in range(3):
@@ -215,7 +215,7 @@ class Transposed(nn.Module):
 ORDERED = ["powersgd:rank=2", "dgc:density=0.1", "qsgd:bits=4", None]
 
 
-def values_travel_in_the_order_of_their_parameter(rank: int) -> None:
+def test_values_travel_in_the_order_of_their_parameter(rank: int) -> None:
     for method in ORDERED:
         found = []
         for straight in (True, False):
@@ -246,7 +246,7 @@ class Counting(nn.Module):
         return self.net(x).tanh() * self.count  # type: ignore[no-any-return]
 
 
-def a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp(rank: int) -> None:
+def test_a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp(rank: int) -> None:
     found = []
     for attached in (True, False):
         model = DDP(Counting())
@@ -264,7 +264,7 @@ def a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp(rank: int) -> No
         torch.testing.assert_close(ours, theirs)
 
 
-def assigned_parameters_are_those_of_the_wrapped_module_or_refused(rank: int) -> None:
+def test_assigned_parameters_are_those_of_the_wrapped_module_or_refused(rank: int) -> None:
     inner = net()
     inner.load_state_dict(net().state_dict(), assign=True)
     model = DDP(inner)
@@ -275,7 +275,17 @@ def assigned_parameters_are_those_of_the_wrapped_module_or_refused(rank: int) ->
     refuses("no longer in the module", lambda: gw.attach(model))
 
 
-def after_an_error_the_error_comes_again(rank: int) -> None:
+def test_a_sparse_gradient_of_a_function_is_named(rank: int) -> None:
+    model = DDP(Words(sparse=False))
+    gw.attach(model)
+    backward = model(torch.arange(4), sparse=rank == 0).sum().backward
+    if rank == 0:
+        assert isinstance(caught(backward), NotImplementedError)  # DDP's own; ours is logged
+    else:
+        refuses("rank 0: parameter words.weight has sparse gradients", backward)
+
+
+def test_after_an_error_the_error_comes_again(rank: int) -> None:
     layers = Acts()
     model = DDP(layers)
     handle = gw.attach(model)
@@ -298,37 +308,6 @@ def after_an_error_the_error_comes_again(rank: int) -> None:
         assert "rank 0: backward raised" in str(again)
     handle.detach()
     model(torch.ones(4, 20))  # DDP begins a pass, so it has finished the one before
-
-
-def test_corners() -> None:
-    all_pass(
-        2,
-        [
-            what_does_not_travel_in_buckets_is_refused_by_name,
-            what_is_refused_at_attach_is_refused_later,
-            a_returned_parameter_keeps_no_hook,
-            a_handle_stays_where_it_is,
-            averages_over_ranks_with_inputs_are_refused,
-            what_ddp_takes_in_silence_is_warned_of_once,
-            ended_rounds_leave_nothing_to_the_collector,
-            dropped_modules_leave_nothing,
-            values_travel_in_the_order_of_their_parameter,
-            a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp,
-            assigned_parameters_are_those_of_the_wrapped_module_or_refused,
-            a_sparse_gradient_of_a_function_is_named,
-            after_an_error_the_error_comes_again,
-        ],
-    )
-
-
-def a_sparse_gradient_of_a_function_is_named(rank: int) -> None:
-    model = DDP(Words(sparse=False))
-    gw.attach(model)
-    backward = model(torch.arange(4), sparse=rank == 0).sum().backward
-    if rank == 0:
-        assert isinstance(caught(backward), NotImplementedError)  # DDP's own; ours is logged
-    else:
-        refuses("rank 0: parameter words.weight has sparse gradients", backward)
 
 
 def crossed(rank: int) -> list[str]:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import all_pass
 from training import Acts, nothing
 
 LATE_S = 0.3
@@ -63,7 +62,7 @@ def late_once_told(what: str) -> Callable[[], None]:
     return act
 
 
-def seconds_under_ddp(rank: int) -> None:
+def test_seconds_under_ddp(rank: int) -> None:
     bare = Acts()
     model = DDP(bare, bucket_cap_mb=0.02)  # a bucket for each layer
     handle = gw.attach(model, bits=4, coalesce_bytes=0)
@@ -103,7 +102,7 @@ def seconds_under_ddp(rank: int) -> None:
     assert 0 < waited <= whole - LATE_S
 
 
-def seconds_under_fsdp2(rank: int) -> None:
+def test_seconds_under_fsdp2(rank: int) -> None:
     model = Acts()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (model.first, model.second, model):
@@ -134,7 +133,7 @@ def seconds_under_fsdp2(rank: int) -> None:
         assert waited <= whole - LATE_S
 
 
-def each_round_is_a_call(rank: int) -> None:
+def test_each_round_is_a_call(rank: int) -> None:
     model = DDP(nn.Linear(40, 60))
     handle = gw.attach(model, "powersgd", rank=2)
     for _ in range(3):
@@ -143,8 +142,3 @@ def each_round_is_a_call(rank: int) -> None:
     stats = handle.stats()
     # two rounds of one scope: P with the bias, and Q
     assert stats["calls"] == 2 * stats["steps"] == 6
-
-
-@pytest.mark.multiprocess
-def test_calls_and_exposed_seconds() -> None:
-    all_pass(2, [seconds_under_ddp, seconds_under_fsdp2, each_round_is_a_call])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -14,14 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from products import EXHAUSTIVE
-from ranks import all_pass, as_processes, refuses
+from ranks import on, refuses
 from rooms.handles import original, plain_name, plain_names
-from training import mlp, sharded, train
+from training import BareFSDP1, mlp, sharded, train
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -91,19 +88,20 @@ WRAPPED = {
 WITHIN = ("compiled DDP", "DDP of a compiled module", "Fabric", ".module", "FSDP2 in a wrapper")
 
 
-def wrapped_modules_are_found(rank: int, names: Sequence[str]) -> None:
-    for what in names:
-        model = WRAPPED[what]()
-        # Names are those of the bare model, and so are patterns.
-        handle = gw.attach(model, bits=8, exclude=["0.*"], codecs={"2.weight": "qsgd:bits=4"})
-        planned = {p.name: p.how.split(",")[0] for p in handle.plan.parameters}
-        assert list(planned) == NAMES, what
-        assert planned["2.weight"] == "QSGD(bits=4", what
-        assert planned["0.weight"] == "dense", what
-        train(model, range(2))
-        assert handle.stats()["wire_bytes"] > 0, what
-        assert list(handle.state_dict()["steps"].values()) == [2 + s for s in _first(handle)], what
-        handle.detach()
+@on(2, *(name for name in WRAPPED if name not in WITHIN))
+@on(2, *WITHIN, exhaustive=True)
+def test_wrapped_modules_are_found(rank: int, what: str) -> None:
+    model = WRAPPED[what]()
+    # Names are those of the bare model, and so are patterns.
+    handle = gw.attach(model, bits=8, exclude=["0.*"], codecs={"2.weight": "qsgd:bits=4"})
+    planned = {p.name: p.how.split(",")[0] for p in handle.plan.parameters}
+    assert list(planned) == NAMES, what
+    assert planned["2.weight"] == "QSGD(bits=4", what
+    assert planned["0.weight"] == "dense", what
+    train(model, range(2))
+    assert handle.stats()["wire_bytes"] > 0, what
+    assert list(handle.state_dict()["steps"].values()) == [2 + s for s in _first(handle)], what
+    handle.detach()
 
 
 def _first(handle: Any) -> list[int]:
@@ -111,7 +109,7 @@ def _first(handle: Any) -> list[int]:
     return [step >> 32 << 32 for step in handle.state_dict()["steps"].values()]
 
 
-def compiling_changes_no_gradient(rank: int) -> None:
+def test_compiling_changes_no_gradient(rank: int) -> None:
     torch._dynamo.reset()
     found = []
     for make in (
@@ -128,20 +126,13 @@ def compiling_changes_no_gradient(rank: int) -> None:
             assert torch.equal(p, q)
 
 
-def a_state_moves_into_a_compiled_model(rank: int) -> None:
+def test_a_state_moves_into_a_compiled_model(rank: int) -> None:
     torch._dynamo.reset()
     bare = DDP(net())
     handle = gw.attach(bare, bits=4, error_feedback=True)
     train(bare, range(2))
     other = gw.attach(DDP(compiled(net())), bits=4, error_feedback=True)
     other.load_state_dict(handle.state_dict())
-
-
-class BareFSDP1(FSDP1):
-    """Its own constructor needs a GPU."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
 
 
 class LightningModule(nn.Sequential):
@@ -153,7 +144,7 @@ class TrainerLike:
         self.strategy = SimpleNamespace(model=model)
 
 
-def what_has_none_is_told_what_to_pass(rank: int) -> None:
+def test_what_has_none_is_told_what_to_pass(rank: int) -> None:
     torch._dynamo.reset()
 
     class Raises(nn.Module):
@@ -190,28 +181,8 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         assert of_trainer or "Lightning" not in told
 
 
-SCENARIOS = [
-    wrapped_modules_are_found,
-    compiling_changes_no_gradient,
-    a_state_moves_into_a_compiled_model,
-    what_has_none_is_told_what_to_pass,
-]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(200)
-def test_wrapped_modules() -> None:
-    names = [name for name in WRAPPED if name not in WITHIN]
-    all_pass(2, SCENARIOS, names, timeout=30, deadline=150)
-
-
-@pytest.mark.multiprocess
-@EXHAUSTIVE
-def test_modules_within_others() -> None:
-    all_pass(2, [wrapped_modules_are_found], WITHIN, timeout=30, deadline=150)
-
-
-def registered(rank: int) -> None:
+@on(2, backend="gradwire")
+def test_registered(rank: int) -> None:
     turns = cycle([*product((False, True), (True, False))][1:])  # each pair meets several wraps
     for wrap in (
         DDP,
@@ -239,12 +210,6 @@ def registered(rank: int) -> None:
         train(model, range(2, 3))
         assert handle.stats()["steps"] == 2
         torch._dynamo.reset()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(200)
-def test_registered_modules() -> None:
-    as_processes(2, registered, timeout=30, deadline=150, backend="gradwire")
 
 
 def test_a_single_process_needs_no_group(

@@ -22,11 +22,12 @@ from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 from gradwire.planner import Rules, make_plan
 from products import EXHAUSTIVE
-from ranks import all_pass, as_processes
+from ranks import as_processes
 from rooms.handles import Metrics, Sampler
 from rooms.state import Saved, members_of
 
 pytestmark = pytest.mark.multiprocess
+
 
 METHODS: list[dict[str, Any]] = [
     {"codec": "qsgd", "bits": 4, "error_feedback": True},
@@ -91,7 +92,7 @@ def test_training_is_bit_identical_with_metrics(every: bool) -> None:
     assert with_metrics == without
 
 
-def values_are_those_of_a_reference(rank: int) -> None:
+def test_values_are_those_of_a_reference(rank: int) -> None:
     """Of a sampled third pass."""
     for method in METHODS:
         model, handle = attached(**method)
@@ -143,7 +144,7 @@ def values_are_those_of_a_reference(rank: int) -> None:
         assert found.items() <= layers.items()
 
 
-def values_under_fsdp2(rank: int) -> None:
+def test_values_under_fsdp2(rank: int) -> None:
     for method in METHODS[:3]:
         model, handle = attached(True, **method)
         handle.metrics(every=1)
@@ -178,7 +179,7 @@ class Telling(Aggregator):
         return math.prod(shape) * dtype.itemsize
 
 
-def what_aggregators_tell_is_weighted_by_values(rank: int) -> None:
+def test_what_aggregators_tell_is_weighted_by_values(rank: int) -> None:
     model, handle = attached(codec=Telling())
     trains(model, 1)
     told = handle.metrics(layers=True)
@@ -193,7 +194,7 @@ def what_aggregators_tell_is_weighted_by_values(rank: int) -> None:
     assert "saturated" not in handle.metrics()
 
 
-def one_pass_in_some_is_sampled(rank: int) -> None:
+def test_one_pass_in_some_is_sampled(rank: int) -> None:
     model, handle = attached(codec="qsgd", error_feedback=True)
     optimizer = trains(model, 2)
     unasked = handle.metrics(every=3)
@@ -210,7 +211,7 @@ def one_pass_in_some_is_sampled(rank: int) -> None:
         handle.metrics(every=0)
 
 
-def every_reading_is_of_whole_collectives(rank: int) -> None:
+def test_every_reading_is_of_whole_collectives(rank: int) -> None:
     """After each change of the counters of gradients, as another thread may read."""
     for sharded in (False, True):
         model, handle = attached(sharded, codec="qsgd")
@@ -231,19 +232,6 @@ def read_at_every_count(handle: Any) -> list[tuple[int, int, float | None]]:
 
     handle._reductions.count = counted
     return seen
-
-
-def test_metrics() -> None:
-    all_pass(
-        2,
-        [
-            every_reading_is_of_whole_collectives,
-            values_are_those_of_a_reference,
-            values_under_fsdp2,
-            what_aggregators_tell_is_weighted_by_values,
-            one_pass_in_some_is_sampled,
-        ],
-    )
 
 
 def test_what_was_not_sent_has_no_key() -> None:

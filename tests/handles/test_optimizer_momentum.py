@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gradwire as gw
-from ranks import all_pass, as_processes
+from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
+
 
 Made = Callable[[Any], torch.optim.Optimizer]
 
@@ -44,7 +45,7 @@ def steps(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> str:
     return ""
 
 
-def one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> None:
+def test_one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> None:
     kinds: dict[str, Made] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -75,7 +76,7 @@ def one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> None:
     assert "momentum=0.8 for parameter 1.weight" in found["second group"]
 
 
-def those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: int) -> None:
+def test_those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: int) -> None:
     model, other = model_of(), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     apart = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -102,16 +103,6 @@ def those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: int) ->
     handle.detach()
     found.append(steps(model, optimizer, rank))
     assert [bool(error) for error in found] == [True, False, True, False, True, False]
-
-
-def test_optimisers_with_momentum() -> None:
-    all_pass(
-        2,
-        [
-            one_with_momentum_is_refused_before_it_changes_anything,
-            those_made_before_are_seen_updates_followed_and_detach_ends_it,
-        ],
-    )
 
 
 def cost(rank: int) -> float:

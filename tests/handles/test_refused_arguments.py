@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire import codecs
 from gradwire.codecs import RandomK
-from ranks import all_pass, caught, refuses
+from ranks import caught, refuses
 from training import mlp
 
 SCALES = RandomK(density=0.1, unbiased=True)
@@ -144,17 +144,12 @@ def test_wrong_arguments_are_refused_in_a_single_process() -> None:
         gw.all_reduce(torch.zeros(3))
 
 
-def wrong_arguments_are_refused(rank: int) -> None:
+def test_wrong_arguments_are_refused(rank: int) -> None:
     faults = faults_of(DDP)
     assert not faults, "\n".join(faults)
     attach = partial(gw.attach, DDP(mlp(20, 40, 3)), algorithm="all_gather", error_feedback=True)
     for given in ({"codec": SCALES}, {"codec": None, "codecs": {"0.weight": SCALES}}):
         refuses("unbiased=True without", partial(attach, **given))
-
-
-@pytest.mark.multiprocess
-def test_wrong_arguments_are_refused_for_ddp() -> None:
-    all_pass(2, [wrong_arguments_are_refused], timeout=30)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.aggregators import Compressed, Dense, PowerSGD
-from products import EXHAUSTIVE
-from ranks import all_pass
+from ranks import on
 from rooms.handles import short
 from training import backward
 
@@ -63,7 +61,9 @@ def alone(rank: int, make: Any) -> Any:
     return model, handle
 
 
-def on_ddp(rank: int) -> None:
+@on(3)
+@on(2, exhaustive=True)
+def test_on_ddp(rank: int) -> None:
     ranks = dist.get_world_size()
     model, handle = alone(rank, lambda: DDP(mlp()))
     text = handle.summary()
@@ -102,7 +102,9 @@ def on_ddp(rank: int) -> None:
     handle.update(bits=3)
 
 
-def on_fsdp(rank: int) -> None:
+@on(3)
+@on(2, exhaustive=True)
+def test_on_fsdp(rank: int) -> None:
     def sharded() -> nn.Module:
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # one that nothing has used
         model = mlp(401)  # shards of varied lengths
@@ -136,7 +138,8 @@ def on_fsdp(rank: int) -> None:
     assert f"{told:,} bytes of gradients and {of_weights:,.0f} of weights per step" in str(handle)
 
 
-def replicas(rank: int) -> None:
+@on(4)
+def test_replicas(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(20, 41)), mesh=mesh)
@@ -146,7 +149,8 @@ def replicas(rank: int) -> None:
     assert handle.stats()["raw_bytes"] == 4 * number(r"\(([\d,]+) uncompressed", str(handle))
 
 
-def sparse(rank: int) -> None:
+@on(3)
+def test_sparse(rank: int) -> None:
     """It expects what is sent during warm-up, too."""
     sent = {}
     for method in ("lwtopk:density=0.05", "dgc:density=0.1:warmup=1"):
@@ -159,19 +163,6 @@ def sparse(rank: int) -> None:
             assert abs(said - now) < 0.1 * now, method
         handle.detach()
     assert sent["dgc:density=0.1:warmup=1 0"] > 1.5 * sent["dgc:density=0.1:warmup=1 1"]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("ranks", "checks"),
-    [
-        (3, [on_ddp, on_fsdp, sparse]),
-        (4, [replicas]),
-        pytest.param(2, [on_ddp, on_fsdp], marks=EXHAUSTIVE),
-    ],
-)
-def test_summary(ranks: int, checks: Any) -> None:
-    all_pass(ranks, checks, timeout=30)
 
 
 def test_codecs_are_written_as_users_write_them() -> None:

@@ -4,8 +4,7 @@ parameters, resuming, and a change of the method or of the number of ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from products import EXHAUSTIVE, one_in
-from ranks import all_pass, as_processes
+from products import one_in
+from ranks import as_processes, on
 from training import flat, gradients, mlp, same_everywhere
 
 pytestmark = pytest.mark.multiprocess
+
 
 METHODS: dict[str, dict[str, Any]] = {
     "qsgd:bits=4": {},
@@ -47,8 +47,35 @@ NARROW: dict[str, dict[str, Any]] = {  # fp16 on the wire
     "artopk:density=0.05": {},
     "dgc:density=0.05:momentum=0.5": {},
 }
+NARROWEST = ("fp16", "dgc:density=0.05:momentum=0.5")
 OPTIONS = METHODS | VARIANTS | NARROW
+EVERY = [*METHODS, *VARIANTS]
+ADOPTED = ("powersgd:rank=2", "dgc:density=0.05:momentum=0.5:warmup=3")  # others: by test_update
+# Variants that other files train, or whose state is that of their neighbour.
+ELSEWHERE = ("powersgd:rank=2", "qsgd:bits=2:block=64", "artopk:density=0.05:leader")
+SAMPLES = {
+    1: ["dgc:density=0.05:momentum=0.5:warmup=3"],
+    2: [m for m in EVERY if m != "thc:bits=6:code=3" and not m.startswith(ELSEWHERE)],
+    3: ["powersgd:rank=2"],
+}
 KEPT = ("residual", "owed", "velocity")  # what a rank has not sent, and momentum
+
+
+def in_all(method: str) -> bool:
+    """Whether `make test` runs it in all scenarios, but the change of method."""
+    return method in METHODS or method in ADOPTED
+
+
+def each_method(sample: Callable[[str], bool] = bool) -> Any:
+    """Run a scenario with every method; `sample`: of those of SAMPLES, which `make test` runs."""
+
+    def marked(test: Any) -> Any:
+        for ranks, methods in SAMPLES.items():
+            if chosen := list(filter(sample, methods)):
+                test = on(ranks, *chosen)(test)
+        return on((1, 2, 3, 5), *EVERY, exhaustive=True)(test)
+
+    return marked
 
 
 class Net(nn.Module):
@@ -90,7 +117,8 @@ def trained(model: DDP, steps: range) -> None:
         optimizer.step()
 
 
-def accumulates_with_no_sync(rank: int, method: str) -> None:
+@each_method(in_all)
+def test_accumulates_with_no_sync(rank: int, method: str) -> None:
     """Three batches, of which the last is synchronised, give the average of the sum's gradient."""
     found = []
     for apart in (True, False):
@@ -113,7 +141,8 @@ def accumulates_with_no_sync(rank: int, method: str) -> None:
     assert (found[0] - found[1]).abs().gt(1e-4).float().mean() < 0.01
 
 
-def unused_parameters_are_averaged(rank: int, method: str) -> None:
+@each_method(lambda m: in_all(m) or m == "dgc:density=0.05:clip=0.1")
+def test_unused_parameters_are_averaged(rank: int, method: str) -> None:
     """All ranks use the spare layer; then none does, and it keeps what was not sent; then only rank
     0 does; and at last none, once the plan has no residuals."""
     model, handle = made(method)
@@ -187,7 +216,8 @@ def finite_states(handle: Any) -> bool:
     return all(t.isfinite().all() for kept in states.values() for t in kept.values())
 
 
-def fp16_gradients_under_a_scaler(rank: int, method: str) -> None:
+@each_method(in_all)
+def test_fp16_gradients_under_a_scaler(rank: int, method: str) -> None:
     """The first scale overflows by itself: all ranks skip the same steps, and training recovers."""
     model, handle = made(method, torch.float16)
     optimizer = sgd_in_fp32(model, lr=0.2)
@@ -205,7 +235,8 @@ def fp16_gradients_under_a_scaler(rank: int, method: str) -> None:
     handle.detach()
 
 
-def a_scaler_skips_what_is_not_finite(rank: int, method: str) -> None:
+@each_method()
+def test_a_scaler_skips_what_is_not_finite(rank: int, method: str) -> None:
     """A loss of one rank is not finite: nor are averages, and no state changes, but of
     codecs, which go on where values are finite."""
     model, handle = made(method)
@@ -231,12 +262,13 @@ def a_scaler_skips_what_is_not_finite(rank: int, method: str) -> None:
     handle.detach()
 
 
-def resumes_to_the_same_bits(rank: int, folder: Path, method: str) -> None:
+@each_method()
+def test_resumes_to_the_same_bits(rank: int, method: str, tmp_path: Path) -> None:
     """From a file of each rank's; and from the states of all ranks at one rank less, where nothing
     is lost."""
     model, handle = made(method)
     trained(model, range(5))
-    path = folder / f"{rank}.pt"
+    path = tmp_path / f"{rank}.pt"
     torch.save({"model": model.state_dict(), "gradwire": handle.state_dict()}, path)
     whole = handle.full_state_dict()
     trained(model, range(5, 9))
@@ -276,7 +308,8 @@ def mean_states(full: Any) -> dict[tuple[str, bool], torch.Tensor]:
     return found
 
 
-def is_adopted_during_training(rank: int, method: str) -> None:
+@each_method(ADOPTED.__contains__)
+def test_is_adopted_during_training(rank: int, method: str) -> None:
     """A rehearsal prepares it, and ranks change to it in the same step."""
     model = DDP(Net(), bucket_cap_mb=0.01, find_unused_parameters=True)
     handle = gw.attach(model, "topk:density=0.05", error_feedback=True, coalesce_bytes=0)
@@ -288,57 +321,9 @@ def is_adopted_during_training(rank: int, method: str) -> None:
     handle.detach()
 
 
-STATE: list[Callable[..., None]] = [
-    a_scaler_skips_what_is_not_finite,
-    resumes_to_the_same_bits,
-]
-TRAINED = [
-    *STATE,
-    fp16_gradients_under_a_scaler,
-    accumulates_with_no_sync,
-    unused_parameters_are_averaged,
-]
-UNUSED = {"dgc:density=0.05:clip=0.1": [unused_parameters_are_averaged]}
-SCENARIOS = [*TRAINED, is_adopted_during_training]
-ADOPTED = ("powersgd:rank=2", "dgc:density=0.05:momentum=0.5:warmup=3")  # others: by test_update
-
-
-def passes(ranks: int, of_method: dict[str, list[Callable[..., None]]], folder: Path) -> None:
-    checks = [
-        partial(scenario, method=method)
-        for method, scenarios in of_method.items()
-        for scenario in scenarios
-    ]
-    all_pass(ranks, checks, folder, deadline=100 + 100 * len(of_method))
-
-
-EVERY = [*METHODS, *VARIANTS]
-# Variants that other files train, or whose state is that of their neighbour.
-ELSEWHERE = ("powersgd:rank=2", "qsgd:bits=2:block=64", "artopk:density=0.05:leader")
-SAMPLES = {
-    1: ["dgc:density=0.05:momentum=0.5:warmup=3"],
-    2: [m for m in EVERY if m != "thc:bits=6:code=3" and not m.startswith(ELSEWHERE)],
-    3: ["powersgd:rank=2"],
-}
-CASES = [pytest.param(n, methods, False, id=f"{n}") for n, methods in SAMPLES.items()]
-WHOLE = [pytest.param(n, EVERY, True, marks=EXHAUSTIVE, id=f"{n}-all") for n in (1, 2, 3, 5)]
-
-
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("ranks", "methods", "whole"), [*CASES, *WHOLE])
-def test_it_serves_training(ranks: int, methods: list[str], whole: bool, tmp_path: Path) -> None:
-    """Every method in every scenario, but variants in all only if `whole`. The sample has every
-    method with two ranks or more."""
-
-    def scenarios(method: str) -> list[Callable[..., None]]:
-        if whole or method in ADOPTED:
-            return SCENARIOS
-        return TRAINED if method in METHODS else [*STATE, *UNUSED.get(method, [])]
-
-    passes(ranks, {method: scenarios(method) for method in methods}, tmp_path)
-
-
-def a_scaler_sees_what_fp16_cannot_hold(rank: int, method: str) -> None:
+@on(2, *NARROWEST)
+@on(2, *(name for name in NARROW if name not in NARROWEST), exhaustive=True)
+def test_a_scaler_sees_what_fp16_cannot_hold(rank: int, method: str) -> None:
     """Gradients are in fp32, which holds them; on the wire the first scale overflows."""
     model, handle = made(method)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
@@ -358,14 +343,6 @@ def a_scaler_sees_what_fp16_cannot_hold(rank: int, method: str) -> None:
     assert finite_states(handle)
     assert losses[-1] < 0.95 * losses[0], losses
     handle.detach()
-
-
-@pytest.mark.parametrize(
-    "methods",
-    [("fp16", "dgc:density=0.05:momentum=0.5"), pytest.param([*NARROW], marks=EXHAUSTIVE)],
-)
-def test_a_scaler_sees_what_fp16_cannot_hold(methods: Sequence[str], tmp_path: Path) -> None:
-    passes(2, {method: [a_scaler_sees_what_fp16_cannot_hold] for method in methods}, tmp_path)
 
 
 # ---- beside other runs

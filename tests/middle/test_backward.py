@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from transports import over_both
 
 import gradwire as gw
-from ends import End, ended, ends, finished
-from ranks import all_pass
+from ranks import on, raises_alone
+from stress.worlds import of_transport
 from training import batch, flat, gradients, mlp, same_everywhere
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, *over_both(2)]
+
 
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
-LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
+LIMIT = timedelta(seconds=200)
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -51,54 +53,33 @@ def in_backward(tensor: torch.Tensor, action: Callable[[], None]) -> None:
 # ---- an exception in one rank's backward
 
 
-def raising(rank: int) -> dict[str, End]:
-    """How each case ends on this rank."""
-    found = {}
-    for where, modules, coalesce in (
-        ("in its middle", 1, 0), ("at its start", 1, 1 << 18), ("in its middle", 2, 0)
-    ):  # fmt: skip
-        case = f"{where}, {modules} modules, coalesce_bytes={coalesce}"
-        found[case] = raises_in_backward(rank, where, modules, coalesce)
-        dist.barrier()
-    return found
-
-
-def raises_in_backward(rank: int, where: str, modules: int, coalesce: int) -> End:
-    """Rank 1 raises in the backward of step 4, which it catches; how this rank's pass ends."""
-    group = dist.new_group(timeout=LIMIT)
-    models = [DDP(net(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
-    for model in models:
-        gw.attach(model, coalesce_bytes=coalesce)
-    train(models, range(4))
-    dist.barrier()
+@on(3, environment=of_transport(True))
+@on(3, environment=of_transport(False), exhaustive=True)
+def test_an_exception_in_one_ranks_backward(rank: int) -> None:
+    """Rank 1 raises in the backward of step 4, which it catches; all others raise an error that
+    names the rank, long before the timeout."""
 
     def fail() -> None:
         raise ValueError("a user's hook fails")
 
-    outputs = [model(batch(4)) for model in models]
-    if rank == 1:
-        in_backward(outputs[0] if where == "at its start" else models[0].module[2].weight, fail)
-    return ended(sum(output.square().mean() for output in outputs).backward)
+    for where, modules, coalesce in (
+        ("in its middle", 1, 0), ("at its start", 1, 1 << 18), ("in its middle", 2, 0)
+    ):  # fmt: skip
+        group = dist.new_group(timeout=LIMIT)
+        models = [DDP(net(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
+        for model in models:
+            gw.attach(model, coalesce_bytes=coalesce)
+        train(models, range(4))
+        dist.barrier()
+        outputs = [model(batch(4)) for model in models]
+        if rank == 1:
+            in_backward(outputs[0] if where == "at its start" else models[0].module[2].weight, fail)
+        backward = sum(output.square().mean() for output in outputs).backward
+        raises_alone(rank, 1, ValueError, backward, "rank 1", "backward", "step")
+        dist.barrier()
 
 
-@pytest.mark.usefixtures("shm")
-def test_an_exception_in_one_ranks_backward() -> None:
-    """All others raise an error that names the rank, long before the timeout."""
-    found = ends(3, raising, deadline=DEADLINE_S)
-    finished(found)
-    wrong = []
-    for rank, end in enumerate(found):
-        for case, got in end.value.items():
-            good = (got.error, got.text) == ("ValueError", "a user's hook fails")
-            if rank != 1:
-                said = all(word in got.text for word in ("rank 1", "backward", "step"))
-                good = got.error == "TransportError" and got.peer == 1 and said
-            if not good:
-                wrong.append(f"{case}: rank {rank}, {got}")
-    assert not wrong, "\n".join(wrong)
-
-
-def an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
+def test_an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
     """Every rank's backward fails at one place, as with a bad batch: training may go on."""
     model = DDP(net(), bucket_cap_mb=0.005)
     gw.attach(model, coalesce_bytes=0)
@@ -116,7 +97,7 @@ def an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
 # ---- detach inside backward
 
 
-def detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
+def test_detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
     for coalesce in (0, 1 << 18):
         assert detaches(coalesce) == 4
 
@@ -172,7 +153,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def two_modules_of_ddps_own_ways(rank: int) -> None:
+def test_two_modules_of_ddps_own_ways(rank: int) -> None:
     for way in WAYS:
         for codec in (None, "qsgd") if way == "rebuilt buckets" else (None,):
             try:
@@ -208,7 +189,7 @@ def pairs(way: str, codec: str | None) -> None:
 # ---- going back
 
 
-def a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
+def test_a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
     """A checkpoint in memory, restored in one of two modules while the other goes on."""
     models = [DDP(net(m), bucket_cap_mb=0.005) for m in range(2)]
     handles = [
@@ -227,16 +208,3 @@ def a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
         assert same_everywhere(flat(*models))
         assert not torch.equal(flat(models[1]), other)
         other = flat(models[1])
-
-
-@pytest.mark.usefixtures("shm")
-def test_passes_of_two_ranks() -> None:
-    all_pass(
-        2,
-        [
-            detach_inside_backward_takes_effect_at_its_end,
-            two_modules_of_ddps_own_ways,
-            a_checkpoint_is_restored_while_identities_go_on,
-            an_exception_on_every_rank_is_each_ranks_own,
-        ],
-    )

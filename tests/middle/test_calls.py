@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transports import over_both
 
 import gradwire as gw
 from ends import End, ended, ends, finished
 from products import one_in
-from ranks import all_pass
+from ranks import caught, raises
 from stress.worlds import of_transport
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, *over_both(3)]
+
 
 # A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
 LIMIT, DEADLINE_S = timedelta(seconds=200), 120.0
-NAMED = ("TransportError", "ConfigError", "CodecError")
+NAMED = (gw.TransportError, gw.ConfigError, gw.CodecError)
 
 
 # ---- another order of calls on one rank
@@ -49,42 +51,26 @@ CASES: dict[str, tuple[Calls, Calls, tuple[str, ...]]] = {
 }
 
 
-def other_calls(rank: int) -> dict[str, End]:
-    """Per case, awaited at once or later: how it ends on this rank."""
-    found = {}
-    for case, (most, other, _) in CASES.items():
-        for asynchronous in (False, True):
-            group = dist.new_group(timeout=LIMIT)
-            for step in range(3):
-                reduces(4096, group=group, step=step)
-                reduces(1000, group=group, step=step)
-                gathers(4096, group=group, step=step)
-            dist.barrier()
+def test_another_call_on_one_rank(rank: int) -> None:
+    """Awaited at once or later, it is named on all ranks."""
+    for (case, (most, other, said)), later in product(CASES.items(), (False, True)):
+        group = dist.new_group(timeout=LIMIT)
+        for step in range(3):
+            reduces(4096, group=group, step=step)
+            reduces(1000, group=group, step=step)
+            gathers(4096, group=group, step=step)
+        dist.barrier()
+        how: dict[str, Any] = {"group": group, "step": 7, "async_op": later}
 
-            def act(
-                calls: Calls = other if rank == 1 else most,
-                how: dict[str, Any] = {"group": group, "step": 7, "async_op": asynchronous},  # noqa: B006
-            ) -> None:
-                for future in [call(numel, **how) for call, numel in calls]:
-                    if future is not None:
-                        future.wait()
+        def act(calls: Calls = other if rank == 1 else most, how: dict[str, Any] = how) -> None:
+            for future in [call(numel, **how) for call, numel in calls]:
+                if future is not None:
+                    future.wait()
 
-            found[f"{case}, {'async' if asynchronous else 'waiting'}"] = ended(act)
-            dist.barrier()
-    return found
-
-
-@pytest.mark.usefixtures("shm")
-def test_another_call_on_one_rank() -> None:
-    found = ends(3, other_calls, deadline=DEADLINE_S)
-    finished(found)
-    wrong = []
-    for rank, end in enumerate(found):
-        for case, got in end.value.items():
-            words = ("rank 1", *CASES[case.split(",")[0]][2])
-            if got.error not in NAMED or any(w not in got.text for w in words):
-                wrong.append(f"{case}: rank {rank}, {got}")
-    assert not wrong, "\n".join(wrong)
+        error = caught(act)
+        assert isinstance(error, NAMED), (case, later, error)
+        assert all(word in str(error) for word in ("rank 1", *said)), (case, later, error)
+        dist.barrier()
 
 
 # ---- groups that are destroyed
@@ -125,7 +111,7 @@ def test_a_destroyed_group_ends_what_waits(own: bool, shm: bool) -> None:
     assert "rank 0" in found[2].value.text
 
 
-def what_a_destroyed_group_has_finished_is_not_disturbed(rank: int) -> None:
+def test_what_a_destroyed_group_has_finished_is_not_disturbed(rank: int) -> None:
     """Rank 0 destroys each group as soon as its own calls are done; the others may still wait."""
     for _ in range(4):
         group = dist.new_group(timeout=LIMIT)
@@ -141,22 +127,14 @@ def what_a_destroyed_group_has_finished_is_not_disturbed(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def a_group_after_one_that_failed(rank: int) -> None:
+def test_a_group_after_one_that_failed(rank: int) -> None:
     """A group that failed is destroyed, and a new one of the same ranks works."""
     group = dist.new_group(timeout=LIMIT)
     reduces(100, group=group)
     function, numel = (gathers, 400) if rank == 1 else (reduces, 300)
-    got = ended(lambda: function(numel, group=group, step=1))
-    assert got.error in NAMED, str(got)
+    raises(NAMED, lambda: function(numel, group=group, step=1))
     dist.destroy_process_group(group)
     fresh = dist.new_group(timeout=LIMIT)
     values = torch.full((100,), float(rank))
     gw.all_reduce(values, "identity", group=fresh)
     assert torch.equal(values, torch.full((100,), 3.0))
-
-
-@pytest.mark.usefixtures("shm")
-def test_groups_end_and_are_made_anew() -> None:
-    all_pass(
-        3, [what_a_destroyed_group_has_finished_is_not_disturbed, a_group_after_one_that_failed]
-    )

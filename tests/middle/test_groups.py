@@ -13,22 +13,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from transports import over_both
 
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
-from ranks import all_pass, caught
+from ranks import caught, raises
 from stress.worlds import of_transport
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, *over_both(2)]
+
 
 LIMIT = timedelta(seconds=60)
+
+
+def test_a_fork_before_the_first_use_is_no_matter(rank: int) -> None:
+    """A child of a process that has not used gradwire yet may."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if threading.active_count() else 1)
+    os.waitpid(child, 0)
+    gw.all_reduce(torch.ones(1000))
 
 
 # ---- two groups in two orders
 
 
-def two_groups_in_opposite_orders(rank: int) -> None:
+def test_two_groups_in_opposite_orders(rank: int) -> None:
     for cold in (True, False):
         in_opposite_orders(rank, cold)
 
@@ -49,7 +60,7 @@ def in_opposite_orders(rank: int, cold: bool) -> None:
             assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
 
 
-def the_first_asynchronous_call_does_not_block(rank: int) -> None:
+def test_the_first_asynchronous_call_does_not_block(rank: int) -> None:
     group = dist.new_group(timeout=LIMIT)
     store = dist.distributed_c10d._get_default_store().clone()
     if rank == 1:  # it joins once rank 0's call has returned
@@ -88,7 +99,7 @@ def by_hand(rank: int, size: int, name: str, store: dist.Store | None = None) ->
     return group
 
 
-def a_group_made_by_hand_lives_on(rank: int) -> None:
+def test_a_group_made_by_hand_lives_on(rank: int) -> None:
     groups = [by_hand(rank, 2, name) for name in ("one", "two")]
     for step in range(3):
         futures = []
@@ -249,16 +260,7 @@ def test_groups_that_come_and_go_leave_nothing(shm: bool) -> None:
 # ---- forked children
 
 
-def a_fork_before_the_first_use_is_no_matter(rank: int) -> None:
-    """A child of a process that has not used gradwire yet may."""
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if threading.active_count() else 1)
-    os.waitpid(child, 0)
-    gw.all_reduce(torch.ones(1000))
-
-
-def a_forked_child_is_refused(rank: int) -> None:
+def test_a_forked_child_is_refused(rank: int) -> None:
     gw.all_reduce(torch.ones(1000))
     receiver, sender = os.pipe()
     child = os.fork()
@@ -281,20 +283,6 @@ def a_forked_child_is_refused(rank: int) -> None:
     assert "spawn" in said
 
 
-@pytest.mark.usefixtures("shm")
-def test_groups_of_two_ranks() -> None:
-    all_pass(
-        2,
-        [
-            a_fork_before_the_first_use_is_no_matter,
-            the_first_asynchronous_call_does_not_block,
-            two_groups_in_opposite_orders,
-            a_group_made_by_hand_lives_on,
-            a_forked_child_is_refused,
-        ],
-    )
-
-
 def begun_alone(rank: int) -> str:
     """Rank 0 begins an agreement, and gives up before rank 1 begins one."""
     store, comm = dist.distributed_c10d._get_default_store(), groups.communicator()
@@ -304,8 +292,7 @@ def begun_alone(rank: int) -> str:
         store.set("rank 0 gave up", "")
     store.wait(["rank 0 gave up"], timedelta(seconds=60))
     for what in ("the call of gw.attach", "something else"):
-        error = caught(lambda w=what: comm.agree(w, ["a"]))
-        assert isinstance(error, gw.TransportError), error
+        error = raises(gw.TransportError, lambda w=what: comm.agree(w, ["a"]))
     return str(error)
 
 

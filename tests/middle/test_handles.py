@@ -7,19 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from transports import over_both
 
 import gradwire as gw
-from ranks import all_pass
 from rooms.handles import hook_state
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, *over_both(2)]
 
 
 def step(model: nn.Module, rank: int) -> None:
     model(torch.full((4, 30), rank + 1.0)).square().mean().backward()
 
 
-def statistics_wait_for_nobody(rank: int) -> None:
+def test_statistics_wait_for_nobody(rank: int) -> None:
     model = DDP(nn.Linear(30, 20))
     handle = gw.attach(model)
     if rank == 0:
@@ -30,7 +30,7 @@ def statistics_wait_for_nobody(rank: int) -> None:
     step(model, rank)
 
 
-def it_can_be_detached_after_an_exception_in_backward(rank: int) -> None:
+def test_it_can_be_detached_after_an_exception_in_backward(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(30, 500), nn.Linear(500, 20))
     model = DDP(layers, bucket_cap_mb=0.01)
     handle = gw.attach(model, coalesce_bytes=0)
@@ -46,8 +46,3 @@ def it_can_be_detached_after_an_exception_in_backward(rank: int) -> None:
         step(model, rank)
     handle.detach()
     assert hook_state(model).reducer is None
-
-
-@pytest.mark.usefixtures("shm")
-def test_handles() -> None:
-    all_pass(2, [statistics_wait_for_nobody, it_can_be_detached_after_an_exception_in_backward])

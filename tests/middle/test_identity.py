@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -15,15 +14,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire.aggregators import Attached
 from gradwire.lang import rng
-from products import one_in
-from ranks import all_pass
+from ranks import on
 from stress.running import Chained
 from stress.scopes import of_processes
 from stress.worlds import of_transport
 from training import mlp
 from transport.shm_ends import at_once
 
-pytestmark = pytest.mark.multiprocess
+# `make test` has one of them.
+WORLDS = [(3, False), (3, True), (2, False), (2, True)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    *(on(n, environment=of_transport(shm), exhaustive=(n, shm) != (3, False)) for n, shm in WORLDS),
+]
+
 
 BUCKETS = 6
 LIMIT = timedelta(seconds=60)
@@ -37,7 +41,7 @@ def normal(numel: int, *seed: int) -> torch.Tensor:
 # ---- rounds of several buckets at once
 
 
-def rounds_of_buckets_overtake_each_other(rank: int) -> None:
+def test_rounds_of_buckets_overtake_each_other(rank: int) -> None:
     for window in (1, 2):
         group = dist.new_group(timeout=LIMIT)
         two_rounds_of(group, rank, window)
@@ -97,7 +101,7 @@ class Meter:
         self.running.clear()
 
 
-def two_modules_and_calls_over_one_group(rank: int) -> None:
+def test_two_modules_and_calls_over_one_group(rank: int) -> None:
     """From the fourth step on, the modules' buckets come in a different order on each rank."""
     models = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
     plain = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
@@ -127,7 +131,7 @@ def two_modules_and_calls_over_one_group(rank: int) -> None:
                 torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
 
 
-def a_bucket_and_a_call_change_places(rank: int) -> None:
+def test_a_bucket_and_a_call_change_places(rank: int) -> None:
     """A module's bucket and a call of the user's change places between ranks."""
     group = dist.new_group(timeout=LIMIT)
     scopes = of_processes(group)
@@ -155,7 +159,7 @@ def a_bucket_and_a_call_change_places(rank: int) -> None:
         assert torch.equal(values, torch.full((300,), size * (size - 1) / 2))
 
 
-def threads_call_on_two_groups(rank: int) -> None:
+def test_threads_call_on_two_groups(rank: int) -> None:
     """Calls of two threads on two groups, each in order."""
     groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
     size = dist.get_world_size()
@@ -168,18 +172,3 @@ def threads_call_on_two_groups(rank: int) -> None:
             assert torch.equal(values, torch.full_like(values, expected))
 
     at_once(*(partial(body, at) for at in ((0, 1) if rank == 0 else (1, 0))))
-
-
-@pytest.mark.parametrize(("ranks", "shm"), one_in(4, product([3, 2], [False, True])))
-def test_identities(ranks: int, shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in of_transport(shm).items():
-        monkeypatch.setenv(name, value)
-    all_pass(
-        ranks,
-        [
-            rounds_of_buckets_overtake_each_other,
-            two_modules_and_calls_over_one_group,
-            threads_call_on_two_groups,
-            a_bucket_and_a_call_change_places,
-        ],
-    )

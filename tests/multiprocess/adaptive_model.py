@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import replicated
@@ -12,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
+from rooms.decide import Decider
+from rooms.handles import Switch
 
 OFTEN = gw.Replan(every=6, first=4, average=2, share=1.0)
 FOUR = "qsgd:bits=4:block=1024"  # under DDP the kernels that FSDP2 has by default, too
@@ -75,6 +80,26 @@ def until_decided(model: Any, handle: Any, count: int, version: int) -> None:
         if seen.min() >= 0:
             return
     raise AssertionError("no decision came")
+
+
+@contextlib.contextmanager
+def held(before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> Iterator[None]:
+    """In the background this rank calls `before` before it makes tables, and `after` once it has
+    prepared a plan, of which its switch does not know yet."""
+    make, prepare = Decider._tables, Switch._prepare
+
+    def held_tables(self: Any, window: Any) -> Any:
+        before()
+        return make(self, window)
+
+    def held_prepare(self: Any, plan: Any) -> None:
+        prepare(self, plan)
+        after()
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(Decider, "_tables", held_tables)
+        monkey.setattr(Switch, "_prepare", held_prepare)
+        yield
 
 
 def methods(handle: Any) -> dict[str, str]:

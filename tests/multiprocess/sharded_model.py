@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from gradwire.lang import layout
 from training import everywhere
@@ -72,6 +71,11 @@ def replicated(replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
 
 
+def replicas_of_shards(replicas: int) -> Any:
+    """By HSDP; one: by FSDP2."""
+    return sharded(mesh=replicated(replicas)) if replicas > 1 else sharded()
+
+
 # ---- training
 
 Gradients = Mapping[str, torch.Tensor | None]
@@ -123,15 +127,21 @@ def train(model: Any, count: int) -> list[float]:
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the whole weights, as a forward gathers them."""
-    found = {}
+    found, names = {}, {p: name for name, p in model.named_parameters()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            of_group = module._get_fsdp_state()._fsdp_param_group.fsdp_params
+            named = [names[p.sharded_param] for p in of_group]
             module.unshard()
-            for name, p in module.named_parameters():
-                if not isinstance(p, DTensor):
-                    found[f"{type(module).__name__} {name} {tuple(p.shape)}"] = p.detach().clone()
+            for name, p in zip(named, of_group, strict=True):
+                found[name] = p._unsharded_param.detach().clone()
             module.reshard()
     return found
+
+
+def exact(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the whole weights, as the optimizer has them."""
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
 
 
 def shards(model: nn.Module) -> torch.Tensor:

@@ -13,15 +13,22 @@ from sharded_model import dumped, loaded, unlike
 
 import gradwire as gw
 from gradwire.controllers import Policy
-from ranks import Check, caught, each, refuses, together
+from ranks import caught, on, refuses
 from rooms.decide import tables
 from training import alike
 
-pytestmark = pytest.mark.multiprocess
 
-
-def a_policy_changes_the_plan(
-    rank: int, kind: str, codec: str, feedback: bool, mixed: bool = False
+@on(2, ("ddp", FOUR, True, True), ("fsdp2", "topk:density=0.05", True, False))
+@on(3, ("fsdp2", "qsgd:bits=4", False, False))
+@on(
+    2,
+    ("ddp", "qsgd:bits=4", False, False),
+    ("ddp", "powersgd:rank=4", False, False),
+    exhaustive=True,
+)
+@on(3, ("ddp", "topk:density=0.05", True, False), exhaustive=True)
+def test_a_policy_changes_the_plan(
+    rank: int, kind: str, codec: str, feedback: bool, mixed: bool
 ) -> None:
     model = model_of(kind)
     how = {"error_feedback": feedback, "replan": replace(OFTEN, mixed=mixed)}
@@ -58,7 +65,9 @@ def a_policy_changes_the_plan(
     refuses("for 'policy'", lambda: again.load_state_dict(bad))
 
 
-def a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) -> None:
+@on(2, "ddp")
+@on(2, "fsdp2", exhaustive=True)
+def test_a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) -> None:
     """Gradients of the first and the last layer change places after the first decision."""
     model = model_of(kind)
     seldom = gw.Replan(every=40, first=4, average=4, share=1.0)
@@ -78,7 +87,11 @@ def a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) -> None
     assert alike([{**row, "seconds": 0} for row in handle.adaptation.history[:2]])
 
 
-def a_policy_chooses_bits_of_weights(rank: int, codec: str | None, weights: str, keep: str) -> None:
+@on(2, ("qsgd:bits=4", "randomshift:bits=5", "none"), (None, "randomshift:bits=5", "payload"))
+@on(3, (None, "qsgd:bits=4:rounding=nearest", "payload"), exhaustive=True)
+def test_a_policy_chooses_bits_of_weights(
+    rank: int, codec: str | None, weights: str, keep: str
+) -> None:
     model = model_of("fsdp2")
     with torch.no_grad():
         for layer, scale in zip((model[0], model[2], model[4]), (30.0, 1.0, 0.03), strict=True):
@@ -102,7 +115,7 @@ def a_policy_chooses_bits_of_weights(rank: int, codec: str | None, weights: str,
     assert not unlike({n: p.full_tensor() for n, p in model.named_parameters()})
 
 
-def a_policy_goes_on_after_recover(rank: int) -> None:
+def test_a_policy_goes_on_after_recover(rank: int) -> None:
     """With the choices around what `attach` was given, not around those that it has made."""
     model = model_of("fsdp2")
     handle: Any = gw.attach(model, "qsgd:bits=4", policy="lgreco", replan=OFTEN)
@@ -130,7 +143,7 @@ def a_policy_goes_on_after_recover(rank: int) -> None:
     assert handle.adaptation.history[count]["uniform_error"] > 0
 
 
-def a_policy_works_where_a_mesh_has_one_rank_in_a_dimension(rank: int) -> None:
+def test_a_policy_works_where_a_mesh_has_one_rank_in_a_dimension(rank: int) -> None:
     for shape in ((2, 1), (1, 2)):
         handle: Any = gw.attach(
             model := meshed(shape), "qsgd:bits=4", policy="lgreco", replan=OFTEN
@@ -142,7 +155,7 @@ def a_policy_works_where_a_mesh_has_one_rank_in_a_dimension(rank: int) -> None:
         handle.detach()
 
 
-def weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
+def test_weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
     model = model_of("fsdp2")
     given = {"weights": "randomshift:bits=4", "keep": "reference"}
     handle: Any = gw.attach(model, policy="lgreco", replan=OFTEN, **given)
@@ -153,7 +166,8 @@ def weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
     refuses(said, lambda: gw.attach(model, None, policy="lgreco", **given))
 
 
-def a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> None:
+@on(2, (1, "tables"), (0, "policy"), (0, "exit"))
+def test_a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> None:
     """A rank whose tables, or whose policy, fails: the plan stays on all ranks, and all know."""
 
     class Broken(gw.LGreco):
@@ -187,7 +201,7 @@ class Unnamed(Policy):
     pass
 
 
-def bad_input_is_named(rank: int) -> None:
+def test_bad_input_is_named(rank: int) -> None:
     lgreco, mixed = {"policy": "lgreco"}, {"replan": gw.Replan(mixed=True)}
     for said, given in (
         ("its class has no name", {"policy": Unnamed()}),
@@ -205,58 +219,9 @@ def bad_input_is_named(rank: int) -> None:
         refuses("Replan: ", lambda wrong=wrong: gw.Replan(**wrong))
 
 
-def a_single_rank_has_nothing_to_decide(rank: int) -> None:
+def test_a_single_rank_has_nothing_to_decide(rank: int) -> None:
     mine, _ = dist.new_subgroups(1)
     model = model_of("ddp", mine)
     handle: Any = gw.attach(model, policy=gw.LGreco(), replan=OFTEN)
     steps(model, 0, 6)
     assert handle.adaptation is None  # a single rank sends nothing
-
-
-CHECKS: dict[int, list[Check]] = {
-    2: [
-        *each(
-            a_policy_changes_the_plan,
-            ("ddp", FOUR, True, True),
-            ("fsdp2", "topk:density=0.05", True),
-        ),
-        *each(a_stale_plan_is_renewed_before_its_period_ends, ("ddp",)),
-        *each(
-            a_policy_chooses_bits_of_weights,
-            ("qsgd:bits=4", "randomshift:bits=5", "none"),
-            (None, "randomshift:bits=5", "payload"),
-        ),
-        weights_that_are_sent_as_differences_stay_as_they_are,
-        a_policy_goes_on_after_recover,
-        a_policy_works_where_a_mesh_has_one_rank_in_a_dimension,
-        *each(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy"), (0, "exit")),
-        bad_input_is_named,
-        a_single_rank_has_nothing_to_decide,
-    ],
-    3: each(a_policy_changes_the_plan, ("fsdp2", "qsgd:bits=4", False)),
-}
-MORE: dict[int, list[Check]] = {
-    2: [
-        *each(
-            a_policy_changes_the_plan,
-            ("ddp", "qsgd:bits=4", False),
-            ("ddp", "powersgd:rank=4", False),
-        ),
-        *each(a_stale_plan_is_renewed_before_its_period_ends, ("fsdp2",)),
-    ],
-    3: [
-        *each(a_policy_changes_the_plan, ("ddp", "topk:density=0.05", True)),
-        *each(a_policy_chooses_bits_of_weights, (None, "qsgd:bits=4:rounding=nearest", "payload")),
-    ],
-}
-
-
-@pytest.mark.parametrize("ranks", CHECKS)
-def test_a_policy_changes_the_plan(ranks: int) -> None:
-    together(ranks, *CHECKS[ranks])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", MORE)
-def test_a_policy_changes_other_plans(ranks: int) -> None:
-    together(ranks, *MORE[ranks])

@@ -10,23 +10,19 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from adaptive_model import FOUR, methods, model_of, steps, until_decided
+from adaptive_model import FOUR, held, methods, model_of, steps, until_decided
 from sharded_model import digest, dumped, loaded
 
 import gradwire as gw
 from gradwire.controllers import Budget, Layer, Policy
-from products import EXHAUSTIVE
-from ranks import each, together
-from rooms.decide import Decider, tables
-from rooms.handles import Switch
+from ranks import on
+from rooms.decide import tables
 from training import alike, everywhere
-
-pytestmark = pytest.mark.multiprocess
 
 ONCE = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
 
@@ -56,26 +52,6 @@ class Restless(Policy):
 
 
 # ---- delays
-
-
-@contextlib.contextmanager
-def held(before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> Iterator[None]:
-    """This rank calls `before` before it makes tables, and `after` once it has prepared a plan, of
-    which its switch does not know yet."""
-    make, prepare = Decider._tables, Switch._prepare
-
-    def held_tables(self: Any, window: Any) -> Any:
-        before()
-        return make(self, window)
-
-    def held_prepare(self: Any, plan: Any) -> None:
-        prepare(self, plan)
-        after()
-
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(Decider, "_tables", held_tables)
-        monkey.setattr(Switch, "_prepare", held_prepare)
-        yield
 
 
 class Lag:
@@ -115,7 +91,10 @@ def weights(model: Any) -> list[str]:
 # ---- checks
 
 
-def ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
+@on(2, ("ddp", FOUR, 4), ("fsdp2", FOUR, 4))
+@on(3, ("ddp", "topk:density=0.05", 50), ("ddp", "qsgd:bits=4", 100), exhaustive=True)
+@on(4, ("fsdp2", "qsgd:bits=4", 100), exhaustive=True)
+def test_ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
     """Trains until the plan in force has changed so many times."""
     lag = Lag(rank)
     model = model_of(kind)
@@ -150,7 +129,9 @@ def ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
         handle.detach()
 
 
-def a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> None:
+@on(2, "ddp")
+@on(2, "fsdp2", exhaustive=True)
+def test_a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> None:
     """Training goes on in the old plan while one rank makes its tables; then all adopt the new
     one, at the same pass."""
     goes_on = threading.Event()
@@ -173,7 +154,8 @@ def a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> None:
     assert versions[-1] == 1
 
 
-def a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: str) -> None:
+@on(2, "decides", "prepares")
+def test_a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: str) -> None:
     """A state is saved on all ranks while some know of the new plan, and others do not."""
     reached, goes_on = threading.Event(), threading.Event()
 
@@ -202,7 +184,7 @@ def a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: 
     assert alike(weights(model))
 
 
-def a_detached_policy_stops_after_the_running_table(rank: int) -> None:
+def test_a_detached_policy_stops_after_the_running_table(rank: int) -> None:
     reached, made, table = threading.Event(), [], tables.table
     model = model_of("ddp")
     handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
@@ -225,7 +207,7 @@ def a_detached_policy_stops_after_the_running_table(rank: int) -> None:
     assert handle.history() == []
 
 
-def where_no_plan_can_be_chosen_the_reference_stays(rank: int) -> None:
+def test_where_no_plan_can_be_chosen_the_reference_stays(rank: int) -> None:
     """tests/controllers/test_policies.py has other reasons."""
     model = model_of("ddp")
     often = gw.Replan(every=4, average=2, share=1.0)
@@ -240,40 +222,7 @@ def where_no_plan_can_be_chosen_the_reference_stays(rank: int) -> None:
     assert methods(handle) == before
 
 
-def test_ranks_never_disagree_on_a_plan() -> None:
-    together(
-        2,
-        *each(ranks_never_disagree, ("ddp", FOUR, 4), ("fsdp2", FOUR, 4)),
-        *each(a_state_saved_while_ranks_decide_is_the_same_plan_on_all, "decides", "prepares"),
-        where_no_plan_can_be_chosen_the_reference_stays,
-        *each(a_slow_rank_delays_the_plan_and_not_training, "ddp"),
-        a_detached_policy_stops_after_the_running_table,
-        a_ruling_that_comes_too_late_for_a_rank_changes_no_plan,
-        windows_that_end_meanwhile_are_skipped,
-    )
-
-
-@EXHAUSTIVE
-def test_a_slow_rank_delays_the_plan_of_fsdp2() -> None:
-    together(2, *each(a_slow_rank_delays_the_plan_and_not_training, "fsdp2"))
-
-
-@EXHAUSTIVE
-@pytest.mark.parametrize(
-    ("kind", "ranks", "codec", "count"),
-    [
-        ("ddp", 3, "topk:density=0.05", 50),
-        ("ddp", 3, "qsgd:bits=4", 100),
-        ("fsdp2", 4, "qsgd:bits=4", 100),
-    ],
-)
-def test_ranks_never_disagree_in_many_switches(
-    kind: str, ranks: int, codec: str, count: int
-) -> None:
-    together(ranks, *each(ranks_never_disagree, (kind, codec, count)))
-
-
-def windows_that_end_meanwhile_are_skipped(rank: int) -> None:
+def test_windows_that_end_meanwhile_are_skipped(rank: int) -> None:
     goes_on = threading.Event()
 
     def waits() -> None:
@@ -298,7 +247,7 @@ def windows_that_end_meanwhile_are_skipped(rank: int) -> None:
     handle.load_state_dict(handle.state_dict())
 
 
-def a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:
+def test_a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:
     """Rank 1 gives up on it; rank 0, which has it, does not ask for the plan alone."""
     model = model_of("ddp")
     handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)

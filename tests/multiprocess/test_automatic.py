@@ -8,18 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import unlike
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import caught, refuses, together
+from ranks import caught, on, refuses
 from rooms.decide import Tell
 from training import alike, backward, everywhere, mlp
-
-pytestmark = pytest.mark.multiprocess
 
 QUICK = gw.Auto(trial=2, watch=3, replan=gw.Replan(every=4, average=2, share=1.0))
 PASSES = 300  # at most, until what a check waits for
@@ -72,7 +69,9 @@ def how(handle: Any) -> dict[str, str]:
     return {p.name: p.how.lower() for p in handle.plan.parameters}
 
 
-def it_tries_settles_and_adapts(rank: int) -> None:
+@on(2)
+@on(3, exhaustive=True)
+def test_it_tries_settles_and_adapts(rank: int) -> None:
     """Passes without a codec are slower on one rank; later those with it are slower on the other.
     Then what is sent goes back to 16 bits, and the policy ends."""
     model, handle = made(codecs={"2.bias": "qsgd"})
@@ -105,7 +104,7 @@ def it_tries_settles_and_adapts(rank: int) -> None:
     assert any("compression does not pay here" in line for line in ended(handle))
 
 
-def a_state_loads_whatever_plan_was_in_force(rank: int) -> None:
+def test_a_state_loads_whatever_plan_was_in_force(rank: int) -> None:
     model, handle = made()
     clocked(handle, lambda: 1.0 if "qsgd" in how(handle)["0.weight"] else 30.0)
     train(model, handle, lambda: handle.adaptation is not None)
@@ -124,7 +123,7 @@ def a_state_loads_whatever_plan_was_in_force(rank: int) -> None:
     ended(other)
 
 
-def detaching_ends_the_background(rank: int) -> None:
+def test_detaching_ends_the_background(rank: int) -> None:
     """Also what waits for ranks that will not come, and what has not begun."""
     model, handle = made()
     step(model, 0)
@@ -151,7 +150,7 @@ def detaching_ends_the_background(rank: int) -> None:
     dist.barrier()
 
 
-def nothing_to_compress_is_said(rank: int) -> None:
+def test_nothing_to_compress_is_said(rank: int) -> None:
     for given in ({"exclude": ["*"]}, {"codecs": {"*.weight": "qsgd"}}):
         model, handle = made(**given)
         for number in range(5):
@@ -163,7 +162,7 @@ def nothing_to_compress_is_said(rank: int) -> None:
         dist.barrier()
 
 
-def links_are_probed(rank: int) -> None:
+def test_links_are_probed(rank: int) -> None:
     found = gw.probe(seconds=0.2, codecs=["qsgd:bits=4"])
     assert found.links.ranks == 2
     assert found.links.worst_alpha > 0
@@ -176,19 +175,3 @@ def links_are_probed(rank: int) -> None:
     unlike = "qsgd" if rank else "zip"  # at once on all ranks
     said = refuses("refused: unknown codec 'zip'", lambda: gw.probe(codecs=[unlike]))
     assert "codecs ('qsgd',)" in said
-
-
-def test_ranks_try_settle_and_adapt_together() -> None:
-    together(
-        2,
-        it_tries_settles_and_adapts,
-        a_state_loads_whatever_plan_was_in_force,
-        detaching_ends_the_background,
-        links_are_probed,
-        nothing_to_compress_is_said,
-    )
-
-
-@pytest.mark.exhaustive
-def test_three_ranks_settle_on_what_is_faster() -> None:
-    together(3, it_tries_settles_and_adapts)

@@ -11,11 +11,8 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from small_models import Sent, gloo, group, mlp, setting, sharded, strayed
@@ -32,13 +29,24 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from products import EXHAUSTIVE
-from ranks import all_pass, as_processes, refuses
-from training import batch, flat, same_everywhere, train
-
-pytestmark = pytest.mark.multiprocess
+from ranks import on, refuses
+from training import Branches, batch, flat, same_everywhere, train
 
 ENVIRONMENT = {"GRADWIRE_MIN_BYTES": "4000"}
+BLOBS = {**ENVIRONMENT, "GRADWIRE_BLOB": "1"}
+
+
+def over(environment: dict[str, str], *rows: Any) -> Any:
+    """A test over the backend, on two ranks and more."""
+
+    def marked(test: Any) -> Any:
+        how: dict[str, Any] = {"backend": "gradwire", "environment": environment}
+        return on(2, *rows, **how)(on(4, *rows, exhaustive=True, **how)(test))
+
+    return marked
+
+
+by_parameter, in_blobs = over(ENVIRONMENT), over(BLOBS)
 
 
 # ---- what is found, and compressed
@@ -48,7 +56,9 @@ def is_blob() -> bool:
     return bool(group().settings.blob)
 
 
-def ddp_modules_are_compressed() -> None:
+@by_parameter
+@in_blobs
+def test_ddp_modules_are_compressed(rank: int) -> None:
     sent = Sent()
     model, reference = DDP(mlp()), DDP(mlp(), process_group=gloo())
     train(model, range(4))
@@ -59,7 +69,8 @@ def ddp_modules_are_compressed() -> None:
     assert 0 < strayed(model, reference, mlp()) < 0.25
 
 
-def ddp_modules_are_compressed_by_parameter() -> None:
+@by_parameter
+def test_ddp_modules_are_compressed_by_parameter(rank: int) -> None:
     model, again = DDP(mlp()), copy.deepcopy(DDP(mlp()))
     train(model, range(4))
     handle = group().models.handles[model]
@@ -70,19 +81,9 @@ def ddp_modules_are_compressed_by_parameter() -> None:
     assert torch.equal(flat(again), flat(model))
 
 
-class Branches(nn.Module):
-    """Uses one of two layers per step, so that the other has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right, self.head = nn.Linear(20, 60), nn.Linear(20, 60), nn.Linear(60, 30)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return self.head(self.left(x) if left else self.right(x))
-
-
-def other_ways_of_ddp() -> None:
+@by_parameter
+@in_blobs
+def test_other_ways_of_ddp(rank: int) -> None:
     """static_graph, gradients as views, many buckets, clipping, half precision, unused parameters,
     uneven inputs, compiled."""
     options = ("gradient_as_bucket_view", "static_graph")
@@ -118,7 +119,9 @@ def other_ways_of_ddp() -> None:
     assert sent.calls == 3
 
 
-def no_sync_accumulates() -> None:
+@by_parameter
+@in_blobs
+def test_no_sync_accumulates(rank: int) -> None:
     model, reference = DDP(mlp()), DDP(mlp(), process_group=gloo())
     found = []
     for wrapped in (model, reference):
@@ -133,7 +136,8 @@ def no_sync_accumulates() -> None:
     assert same_everywhere(found[0])
 
 
-def fsdp_scatters_blobs() -> None:
+@in_blobs
+def test_fsdp_scatters_blobs(rank: int) -> None:
     sent, model, reference = Sent(), sharded(mlp()), sharded(mlp(), gloo())
     assert torch.equal(flat(model), flat(mlp()))  # weights are gathered uncompressed
     train(model, range(4))
@@ -143,7 +147,9 @@ def fsdp_scatters_blobs() -> None:
     assert 0 < strayed(model, reference, mlp()) < 0.25
 
 
-def fsdp_in_half_precision() -> None:
+@by_parameter
+@in_blobs
+def test_fsdp_in_half_precision(rank: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model, sent = sharded(mlp(80), mp_policy=policy), Sent()
     train(model, range(3), clip=1.0)
@@ -151,7 +157,9 @@ def fsdp_in_half_precision() -> None:
     assert torch.isfinite(flat(model)).all()
 
 
-def hybrid_sharding_is_compressed_in_both_hops() -> None:
+@by_parameter
+@in_blobs
+def test_hybrid_sharding_is_compressed_in_both_hops(rank: int) -> None:
     if dist.get_world_size() != 4:
         return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -168,7 +176,8 @@ def hybrid_sharding_is_compressed_in_both_hops() -> None:
 # ---- what is left alone
 
 
-def hooks_of_a_script_are_left_alone() -> None:
+@by_parameter
+def test_hooks_of_a_script_are_left_alone(rank: int) -> None:
     """torch's own, in Python and in C++: bit-identical to gloo."""
 
     def python(model: DDP) -> None:
@@ -190,7 +199,8 @@ def hooks_of_a_script_are_left_alone() -> None:
         assert sent.calls == 0
 
 
-def collectives_of_a_script_are_torchs() -> None:
+@by_parameter
+def test_collectives_of_a_script_are_torchs(rank: int) -> None:
     """In a backward pass and outside: tensor parallelism, and reductions in tensor hooks."""
     rank, size, sent = dist.get_rank(), dist.get_world_size(), Sent()
     beside = gloo()
@@ -219,7 +229,8 @@ def collectives_of_a_script_are_torchs() -> None:
     assert rank < size
 
 
-def sparse_gradients_are_left_alone() -> None:
+@by_parameter
+def test_sparse_gradients_are_left_alone(rank: int) -> None:
     sent, made = Sent(), []
     for backend in (group(), gloo()):
         torch.manual_seed(0)
@@ -236,18 +247,8 @@ def in_ddp(model: nn.Module, of: Any) -> DDP:
     return DDP(model, process_group=of)
 
 
-def all_goes_as_it_is(*, wraps: Any = (in_ddp, sharded), **changes: str) -> None:
-    with setting(**changes) as chosen:
-        for wrap in wraps:
-            model, reference = wrap(mlp(), chosen), wrap(mlp(), gloo())
-            train(model, range(3))
-            train(reference, range(3))
-            assert torch.equal(flat(model), flat(reference))
-        assert chosen.stats()["calls"] == 0
-        assert chosen.stats()["ratio"] == 1
-
-
-def an_aggregator_is_named_like_a_codec() -> None:
+@by_parameter
+def test_an_aggregator_is_named_like_a_codec(rank: int) -> None:
     with setting(GRADWIRE_CODEC="powersgd:rank=2") as chosen:
         named, attached = DDP(mlp(), process_group=chosen), DDP(mlp(), process_group=gloo())
         handle = gw.attach(attached, "powersgd:rank=2")
@@ -258,7 +259,8 @@ def an_aggregator_is_named_like_a_codec() -> None:
         handle.detach()
 
 
-def one_line_says_what_is_done() -> None:
+@by_parameter
+def test_one_line_says_what_is_done(rank: int) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -282,7 +284,8 @@ def one_line_says_what_is_done() -> None:
         assert "allgather 1, broadcast" in said[0]
 
 
-def blobs_by_choice() -> None:
+@by_parameter
+def test_blobs_by_choice(rank: int) -> None:
     own = dist.new_group(backend="gradwire")
     gw.register(blob=True, bits=8, group=own)
     assert own.settings.codec == gw.QSGD(bits=8)
@@ -305,7 +308,8 @@ def blobs_by_choice() -> None:
 # ---- blobs
 
 
-def metrics_stay_exact() -> None:
+@in_blobs
+def test_metrics_stay_exact(rank: int) -> None:
     """Large float sums outside of a backward pass, and in a recomputed forward."""
     sent = Sent()
     metric = torch.randn(5_000, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -327,7 +331,8 @@ def metrics_stay_exact() -> None:
     assert sent.calls == 0
 
 
-def hooks_of_ddp_are_compressed_too() -> None:
+@in_blobs
+def test_hooks_of_ddp_are_compressed_too(rank: int) -> None:
     """A hook's all-reduce, in half precision and with a callback, is a blob as well."""
     sent = Sent()
     model = DDP(mlp())
@@ -337,7 +342,8 @@ def hooks_of_ddp_are_compressed_too() -> None:
     assert same_everywhere(flat(model))
 
 
-def several_groups_at_once() -> None:
+@in_blobs
+def test_several_groups_at_once(rank: int) -> None:
     """Two modules over overlapping groups, in one backward."""
     size = dist.get_world_size()
     other = dist.new_group(list(range(size)), backend="gradwire")
@@ -356,7 +362,8 @@ def several_groups_at_once() -> None:
     dist.barrier()
 
 
-def non_finite_gradients_reach_every_rank() -> None:
+@in_blobs
+def test_non_finite_gradients_reach_every_rank(rank: int) -> None:
     model = DDP(mlp())
     x = batch(0)
     if dist.get_rank() == 1:
@@ -365,7 +372,8 @@ def non_finite_gradients_reach_every_rank() -> None:
     assert not all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def any_layout_is_reduced_in_place() -> None:
+@in_blobs
+def test_any_layout_is_reduced_in_place(rank: int) -> None:
     """A script's all-reduce in an autograd hook: averages, sums, and transposed tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seen = {}
@@ -405,7 +413,8 @@ class Trainer(nn.Module):
         return self.inner(x) @ self.scale
 
 
-def a_registered_part_of_what_ddp_wraps() -> None:
+@by_parameter
+def test_a_registered_part_of_what_ddp_wraps(rank: int) -> None:
     bare = mlp()
     how = {"bits": 2, "error_feedback": True, "coalesce_bytes": 0}
     registration = gw.register(bare, codecs={"3.weight": "terngrad"}, **how)
@@ -420,7 +429,8 @@ def a_registered_part_of_what_ddp_wraps() -> None:
     assert stats["residual_bytes"] == 4 * (20 * 60 + 60 * 30)
 
 
-def wrong_use_is_named() -> None:
+@by_parameter
+def test_wrong_use_is_named(rank: int) -> None:
     unlike = 4 + dist.get_rank() % 2
     for said, call in (
         ("gloo", lambda: gw.register(DDP(mlp(), process_group=gloo()))),
@@ -435,7 +445,8 @@ def wrong_use_is_named() -> None:
         refuses(said, call)
 
 
-def environments_that_differ_are_named() -> None:
+@by_parameter
+def test_environments_that_differ_are_named(rank: int) -> None:
     rank = dist.get_rank()
     for wrong in (1, 0):  # the rank with an invalid value; every rank gets the error
         os.environ["GRADWIRE_MIN_BYTES"] = "many" if rank == wrong else "4000"
@@ -446,7 +457,8 @@ def environments_that_differ_are_named() -> None:
     os.environ.update(ENVIRONMENT)
 
 
-def split_groups_are_of_the_backend() -> None:
+@by_parameter
+def test_split_groups_are_of_the_backend(rank: int) -> None:
     """torch only splits groups of accelerators; the group's own method works on the CPU."""
     child = group().split_group([0, 1], group_name="a pair", group_desc="split")
     assert (child is None) == (dist.get_rank() > 1)
@@ -465,62 +477,34 @@ def split_groups_are_of_the_backend() -> None:
     dist.barrier()
 
 
-def the_group_is_of_the_backend() -> None:
+@by_parameter
+@in_blobs
+def test_the_group_is_of_the_backend(rank: int) -> None:
     warnings.simplefilter("ignore")  # from now on
     assert dist.get_backend() == "gradwire"
 
 
-IN_BOTH_MODES: list[Callable[[], None]] = [
-    the_group_is_of_the_backend,
-    ddp_modules_are_compressed,
-    other_ways_of_ddp,
-    no_sync_accumulates,
-    fsdp_in_half_precision,
-    hybrid_sharding_is_compressed_in_both_hops,
-]
-BY_PARAMETER: list[Callable[[], None]] = [
-    ddp_modules_are_compressed_by_parameter,
-    hooks_of_a_script_are_left_alone,
-    collectives_of_a_script_are_torchs,
-    sparse_gradients_are_left_alone,
-    an_aggregator_is_named_like_a_codec,
-    one_line_says_what_is_done,
-    blobs_by_choice,
-    a_registered_part_of_what_ddp_wraps,
-    wrong_use_is_named,
-    environments_that_differ_are_named,
-    split_groups_are_of_the_backend,
-]
-BLOBS: list[Callable[[], None]] = [
-    partial(all_goes_as_it_is, wraps=(in_ddp,), GRADWIRE_MIN_BYTES="1000000"),
-    metrics_stay_exact,
-    hooks_of_ddp_are_compressed_too,
-    several_groups_at_once,
-    non_finite_gradients_reach_every_rank,
-    any_layout_is_reduced_in_place,
-    fsdp_scatters_blobs,
-]
+# The last of its processes, since it destroys a group: DTensor takes meshes of the same ranks for
+# the same mesh.
+@over(ENVIRONMENT, ([in_ddp, sharded], "GRADWIRE_CODEC", "none"))
+@over(
+    BLOBS,
+    ([in_ddp], "GRADWIRE_MIN_BYTES", "1000000"),
+    ([in_ddp, sharded], "GRADWIRE_CODEC", "none"),
+)
+def test_all_goes_as_it_is(rank: int, wraps: list[Any], variable: str, value: str) -> None:
+    with setting(**{variable: value}) as chosen:
+        for wrap in wraps:
+            model, reference = wrap(mlp(), chosen), wrap(mlp(), gloo())
+            train(model, range(3))
+            train(reference, range(3))
+            assert torch.equal(flat(model), flat(reference))
+        assert chosen.stats()["calls"] == 0
+        assert chosen.stats()["ratio"] == 1
 
 
-@pytest.fixture(autouse=True)
-def _small_buckets_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.timeout(280)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=EXHAUSTIVE)])
-@pytest.mark.parametrize("blob", [False, True], ids=["by parameter", "blobs"])
-def test_backend(world_size: int, blob: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if blob:
-        monkeypatch.setenv("GRADWIRE_BLOB", "1")
-    more = BLOBS if blob else BY_PARAMETER
-    # Last, since it destroys a group: DTensor takes meshes of the same ranks for the same mesh.
-    checks = [*IN_BOTH_MODES, *more, partial(all_goes_as_it_is, GRADWIRE_CODEC="none")]
-    all_pass(world_size, checks, timeout=30, deadline=240, backend="gradwire")
-
-
-def alone(rank: int) -> None:
+@on(1, backend="gradwire", environment=ENVIRONMENT)
+def test_alone(rank: int) -> None:
     """World size 1: nothing is sent, so nothing is compressed."""
     for wrap in (DDP, sharded):
         model, reference = wrap(mlp()), mlp()
@@ -530,12 +514,8 @@ def alone(rank: int) -> None:
     assert group().stats()["calls"] == 0
 
 
-@pytest.mark.timeout(100)
-def test_backend_alone() -> None:
-    as_processes(1, alone, timeout=30, deadline=90, backend="gradwire")
-
-
-def one_dimension_of_a_mesh(rank: int) -> float:
+@on(4, environment=ENVIRONMENT)
+def test_one_dimension_of_a_mesh(rank: int) -> None:
     """gloo inside a machine, gradwire between machines: HSDP's slow hop alone is compressed."""
     warnings.simplefilter("ignore")
     assert dist.get_backend() == "gloo"
@@ -552,9 +532,4 @@ def one_dimension_of_a_mesh(rank: int) -> float:
     sent = mesh["replicas"].get_group().stats()
     assert sent["calls"] == 3
     assert "allreduce" not in sent["left_alone"]
-    return strayed(model, reference, mlp(200))
-
-
-def test_one_dimension_of_a_mesh() -> None:
-    for astray in as_processes(4, one_dimension_of_a_mesh, timeout=30):
-        assert 0 < astray < 0.25
+    assert 0 < strayed(model, reference, mlp(200)) < 0.25

@@ -6,7 +6,6 @@ tests/multiprocess/test_faults.py has ranks that fail under it.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ends import End, ended
-from ranks import as_processes, together
+from ranks import caught, on
 
-pytestmark = pytest.mark.multiprocess
+over_blobs = on(2, backend="gradwire", timeout=100.0, environment={"GRADWIRE_BLOB": "1"})
 
 
-def wait_with_a_timeout(rank: int) -> End:
+@over_blobs
+def test_wait_with_a_timeout(rank: int) -> None:
     """Rank 1 is late: a wait with a timeout fails, a wait without one succeeds."""
     x = torch.zeros(100_000, requires_grad=True)
     works = []
@@ -37,17 +36,21 @@ def wait_with_a_timeout(rank: int) -> End:
         store.wait(["timed out"])
     x.sum().backward()
     work = works.pop()
-    end = ended(lambda: work.wait(timedelta(seconds=0.3 if rank == 0 else 100)))
+    error = caught(lambda: work.wait(timedelta(seconds=0.3 if rank == 0 else 100)))
     if rank == 0:
+        assert isinstance(error, gw.TransportError)
+        assert "0.3 s" in str(error)
         assert not work.is_completed()
         store.set("timed out", b"")
     assert work.wait()
     assert work.get_future().wait()[0].eq(dist.get_world_size()).all()
-    return end
+    assert rank == 0 or error is None
 
 
-def destroyed_and_made_again(rank: int) -> list[float]:
-    """Groups are made and destroyed over one store; their resources are released."""
+@on(2, backend="gradwire")
+def test_destroyed_and_made_again(rank: int) -> None:
+    """Groups are made and destroyed over one store; their resources are released. Equal names and
+    numbers of calls give equal random numbers."""
     size, store = dist.get_world_size(), dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     gradients = []
@@ -62,16 +65,11 @@ def destroyed_and_made_again(rank: int) -> list[float]:
         dist.barrier()
         dist.destroy_process_group()
         assert not dist.is_initialized()
-    return gradients
+    assert gradients[0] == gradients[1] == gradients[2] != 0
 
 
-def test_groups_come_and_go() -> None:
-    """Equal names and numbers of calls give equal random numbers."""
-    for sums in as_processes(2, destroyed_and_made_again, backend="gradwire"):
-        assert sums[0] == sums[1] == sums[2] != 0
-
-
-def aborted(rank: int) -> End | None:
+@over_blobs
+def test_aborted(rank: int) -> None:
     """Abort with a collective in flight: its waiters get an error and do not hang."""
     x = torch.zeros(100_000, requires_grad=True)
     works = []
@@ -81,22 +79,13 @@ def aborted(rank: int) -> End | None:
     store = dist.distributed_c10d._get_default_store().clone()
     if rank == 1:  # late
         store.wait(["aborted"])
-        return None
+        return
     x.sum().backward()
     dist.distributed_c10d._abort_process_group()
-    end = ended(works.pop().wait)
+    error = caught(works.pop().wait)
     store.set("aborted", b"")
-    return end
-
-
-def test_blobs_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_BLOB", "1")
-    how: dict[str, Any] = {"backend": "gradwire", "timeout": 100.0}
-    (late, other), (gone, _) = together(2, wait_with_a_timeout, aborted, **how)
-    assert late.error == gone.error == "TransportError", (late, gone)
-    assert "0.3 s" in late.text
-    assert other.error is None, other
-    assert "destroyed" in gone.text
+    assert isinstance(error, gw.TransportError)
+    assert "destroyed" in str(error)
 
 
 def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from products import one_in
-from ranks import all_pass, as_processes
+from ranks import on
 from typed_values import same_bits
-
-pytestmark = pytest.mark.multiprocess
 
 LARGE = 40_000  # values: more than GRADWIRE_MIN_BYTES
 
@@ -255,7 +251,9 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def every_operation_has_the_outcome_of_gloo(rank: int) -> None:
+@on(3, backend="gradwire")
+@on((1, 4), backend="gradwire", exhaustive=True)
+def test_every_operation_has_the_outcome_of_gloo(rank: int) -> None:
     warnings.simplefilter("ignore")
     ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
     assert ours is not None
@@ -287,7 +285,8 @@ def split_in_two() -> None:
     dist.destroy_process_group(child)
 
 
-def groups_of_some_ranks(rank: int) -> None:
+@on(3, backend="gradwire")
+def test_groups_of_some_ranks(rank: int) -> None:
     """Groups of some ranks, overlapping and nested, of both backends, used at once."""
     warnings.simplefilter("ignore")
     members = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
@@ -315,7 +314,7 @@ def groups_of_some_ranks(rank: int) -> None:
     dist.barrier()
 
 
-def each_spelling_is_for_its_devices(rank: int) -> None:
+def test_each_spelling_is_for_its_devices(rank: int) -> None:
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     dist.barrier()  # gloo fails on a rank that still connects to one that has left
     dist.destroy_process_group()
@@ -331,15 +330,3 @@ def each_spelling_is_for_its_devices(rank: int) -> None:
         assert "cpu" in [device.type for device in group._device_types]
         dist.barrier()
         dist.destroy_process_group()
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", one_in(3, [3, 1, 4]))
-def test_everything_else_passes_through(world_size: int) -> None:
-    checks = [every_operation_has_the_outcome_of_gloo, groups_of_some_ranks]
-    chosen = checks if world_size == 3 else checks[:1]
-    all_pass(world_size, chosen, timeout=60, deadline=180, backend="gradwire")
-
-
-def test_a_backend_for_each_device() -> None:
-    as_processes(2, each_spelling_is_for_its_devices)

@@ -6,7 +6,6 @@ import inspect
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,10 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import all_pass, caught, refuses
+from ranks import caught, on, raises, refuses
 from training import whole
-
-pytestmark = pytest.mark.multiprocess
 
 
 def line() -> DeviceMesh:
@@ -51,7 +48,8 @@ def as_plain(ours: nn.Module, plain: nn.Module, steps: int = 3) -> None:
 # ---- gw.attach, over gloo
 
 
-def shards_without_rows(rank: int) -> None:
+@on(4)
+def test_shards_without_rows(rank: int) -> None:
     """HSDP; a weight of one row, so that the second shard is empty."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     ours, plain = fully_shard(two(1), mesh=mesh), fully_shard(two(1), mesh=mesh)
@@ -66,12 +64,11 @@ def an_error_between_replicas(rank: int) -> None:
     out = model(torch.ones(1, 8))
     if rank == 1:
         out.register_hook(lambda _: 1 / 0)
-    error = caught(out.sum().backward)
-    assert isinstance(error, (gw.TransportError, ZeroDivisionError)[rank]), error
+    error = raises((gw.TransportError, ZeroDivisionError)[rank], out.sum().backward)
     assert rank == 1 or "rank 1 has failed" in str(error)
 
 
-def groups_of_several_modules(rank: int) -> None:
+def test_groups_of_several_modules(rank: int) -> None:
     """`fully_shard([a, b])` has one group of parameters: detached once, it is free."""
     model = two()
     fully_shard([model[0], model[1]], mesh=line())
@@ -86,14 +83,14 @@ def groups_of_several_modules(rank: int) -> None:
     gw.attach(model).detach()
 
 
-def other_reduce_dtypes(rank: int) -> None:
+def test_other_reduce_dtypes(rank: int) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     ours, plain = (fully_shard(two(), mesh=line(), mp_policy=policy) for _ in range(2))
     gw.attach(ours, "qsgd", error_feedback=True)
     as_plain(ours, plain)
 
 
-def updates_without_rows(rank: int) -> None:
+def test_updates_without_rows(rank: int) -> None:
     """Some ranks exchange no message; still all switch."""
     model = fully_shard(nn.Linear(8, 1), mesh=line())
     handle = gw.attach(model, "qsgd")
@@ -104,7 +101,7 @@ def updates_without_rows(rank: int) -> None:
     assert update.in_force
 
 
-def passes_without_sync(rank: int) -> None:
+def test_passes_without_sync(rank: int) -> None:
     """An exception in a backward that reduces nothing does not affect peers."""
     model = fully_shard(two(), mesh=line())
     if not hasattr(model, "reset_iter_state"):
@@ -119,7 +116,7 @@ def passes_without_sync(rank: int) -> None:
     step(model)
 
 
-def padding_is_zero(rank: int) -> None:
+def test_padding_is_zero(rank: int) -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     model = fully_shard(nn.Linear(8, 3, bias=False), mesh=line())
     seen: list[torch.Tensor] = []
@@ -131,7 +128,7 @@ def padding_is_zero(rank: int) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def one_rank_is_warned(rank: int) -> None:
+def test_one_rank_is_warned(rank: int) -> None:
     """A residual loaded by a single rank, whose FSDP2 reduces nothing."""
     model = fully_shard(nn.Linear(8, 8), mesh=line())
     handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
@@ -150,7 +147,7 @@ def one_rank_is_warned(rank: int) -> None:
     refuses("rank 99 of 2", lambda: handle.load_state_dict(wrong))
 
 
-def algorithms_change_by_name(rank: int) -> None:
+def test_algorithms_change_by_name(rank: int) -> None:
     model = DDP(two())
     options = gw.Options(algorithm="hierarchical", nodes=(0, 1))
     handle = gw.attach(model, "qsgd", options=options)
@@ -160,22 +157,13 @@ def algorithms_change_by_name(rank: int) -> None:
     assert handle.plan.options.algorithm == "ring"
 
 
-def test_attached() -> None:
-    all_pass(4, [shards_without_rows])
-    all_pass(
-        2,
-        [
-            groups_of_several_modules, other_reduce_dtypes, updates_without_rows,
-            passes_without_sync, padding_is_zero, one_rank_is_warned, algorithms_change_by_name,
-            an_error_between_replicas,  # the last, since it may break groups
-        ],
-    )  # fmt: skip
-
-
 # ---- scripts that only name the backend
 
+over_the_backend = on(2, backend="gradwire")
 
-def parts_over_two_groups(rank: int) -> None:
+
+@over_the_backend
+def test_parts_over_two_groups(rank: int) -> None:
     groups = [dist.new_group(), dist.new_group()]
     meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
     model = two()
@@ -185,7 +173,8 @@ def parts_over_two_groups(rank: int) -> None:
     assert all(group.models.handles for group in groups)  # type: ignore[attr-defined]
 
 
-def a_part_of_its_own(rank: int) -> None:
+@over_the_backend
+def test_a_part_of_its_own(rank: int) -> None:
     model = two()
     fully_shard(model[0], mesh=line())
     fully_shard(model, mesh=line())
@@ -195,7 +184,8 @@ def a_part_of_its_own(rank: int) -> None:
     assert [p.name for p in registration.handle.plan.parameters] == ["weight", "bias"]
 
 
-def thawed_later(rank: int) -> None:
+@over_the_backend
+def test_thawed_later(rank: int) -> None:
     model = fully_shard(two(), mesh=line())
     model[0].requires_grad_(False)
     step(model)
@@ -204,7 +194,8 @@ def thawed_later(rank: int) -> None:
     assert gradients(model)[0].norm() > 0
 
 
-def replicated(rank: int) -> None:
+@over_the_backend
+def test_replicated(rank: int) -> None:
     if "mesh" in inspect.signature(replicate).parameters:
         ours = replicate(two(), mesh=line())
     else:  # torch 2.9
@@ -215,7 +206,8 @@ def replicated(rank: int) -> None:
     torch.testing.assert_close(gradients(ours)[3], torch.ones(8))
 
 
-def a_forward_by_itself(rank: int) -> None:
+@over_the_backend
+def test_a_forward_by_itself(rank: int) -> None:
     model = DDP(two())
     if rank == 0:
         model(torch.ones(1, 8))
@@ -225,7 +217,8 @@ def a_forward_by_itself(rank: int) -> None:
     assert model in group.models.handles
 
 
-def a_reduce_scatter_of_its_own(rank: int) -> None:
+@over_the_backend
+def test_a_reduce_scatter_of_its_own(rank: int) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     class Own(DefaultReduceScatter):
@@ -240,14 +233,3 @@ def a_reduce_scatter_of_its_own(rank: int) -> None:
     step(model)
     assert Own.calls == 1
     refuses("a custom reduce-scatter, Own", lambda: gw.attach(model))
-
-
-def test_over_the_backend() -> None:
-    all_pass(
-        2,
-        [
-            parts_over_two_groups, a_part_of_its_own, thawed_later, replicated,
-            a_forward_by_itself, a_reduce_scatter_of_its_own,
-        ],
-        backend="gradwire",
-    )  # fmt: skip

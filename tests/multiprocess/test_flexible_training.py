@@ -15,12 +15,10 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.planner.links import Links
-from ranks import each, refuses, together
+from ranks import on, refuses
 from rooms.flexible import MemoryCheckpoint
 from rooms.flexible import flexible as flexible_module
 from training import alike
-
-pytestmark = pytest.mark.multiprocess
 
 
 class Batches:
@@ -71,7 +69,8 @@ def all_of(handle: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
     return [t.detach().clone() for t in found]
 
 
-def training_goes_on_bit_for_bit_after_steps_that_are_thrown_away(
+@on(2, False, True)
+def test_training_goes_on_bit_for_bit_after_steps_that_are_thrown_away(
     rank: int, leave_out: bool
 ) -> None:
     """Not where the position in the data is left out."""
@@ -115,7 +114,7 @@ def links(alpha: float, beta: float) -> Links:
     return Links(((0, alpha), (alpha, 0)), ((0, beta), (beta, 0)))
 
 
-def it_follows_the_network_and_the_gain(rank: int) -> None:
+def test_it_follows_the_network_and_the_gain(rank: int) -> None:
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(flexible_module, "LinkWatch", KnownLinks)
         monkey.setattr(KnownLinks, "newest", links(1e-3, 1e-8))
@@ -172,7 +171,7 @@ def follows() -> tuple[list[str], str, str]:
     return lines, str(first), str(second)
 
 
-def a_trial_that_is_closed_goes_back(rank: int) -> None:
+def test_a_trial_that_is_closed_goes_back(rank: int) -> None:
     handle, model, optimizer, batches = parts()
     made = gw.Flexible(handle, model, optimizer, (batches,), (0.3, 0.1), 3, seconds=0.2)
     train_step(model, optimizer, batches)
@@ -189,7 +188,7 @@ def a_trial_that_is_closed_goes_back(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def what_makes_no_sense_is_refused(rank: int) -> None:
+def test_what_makes_no_sense_is_refused(rank: int) -> None:
     handle, model, optimizer, _ = parts("qsgd:bits=4")
     said = "attach with one codec, artopk or lwtopk"
     refuses(said, lambda: gw.Flexible(handle, model, optimizer))
@@ -205,7 +204,7 @@ def what_makes_no_sense_is_refused(rank: int) -> None:
         refuses(said, call)
 
 
-def one_rank_has_nothing_to_choose(rank: int) -> None:
+def test_one_rank_has_nothing_to_choose(rank: int) -> None:
     mine, _ = dist.new_subgroups(1)
     handle, model, optimizer, batches = parts(group=mine)
     made = gw.Flexible(handle, model, optimizer, (batches,))
@@ -214,14 +213,3 @@ def one_rank_has_nothing_to_choose(rank: int) -> None:
     made.close()
     (note,) = made.history
     assert note["line"] == "one rank sends nothing: there is nothing to choose"
-
-
-def test_it_follows_the_network_and_the_gain() -> None:
-    together(
-        2,
-        *each(training_goes_on_bit_for_bit_after_steps_that_are_thrown_away, False, True),
-        it_follows_the_network_and_the_gain,
-        a_trial_that_is_closed_goes_back,
-        what_makes_no_sense_is_refused,
-        one_rank_has_nothing_to_choose,
-    )

@@ -11,17 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from saved_jobs import Job
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.groups import communicator
-from ranks import caught, refuses, together
+from ranks import raises, refuses
 from rooms.state import StateGather
-
-pytestmark = pytest.mark.multiprocess
 
 
 def trained() -> Job:
@@ -30,15 +32,15 @@ def trained() -> Job:
     return job
 
 
-def the_code_of_the_page_runs(rank: int, folder: Path) -> None:
+def test_the_code_of_the_page_runs(rank: int, tmp_path: Path) -> None:
     """The code blocks of docs/how-to/checkpointing.md."""
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "checkpointing.md").read_text()
     page: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, page)
     job = trained()
-    page["save"](folder / "all.pt", job.model, job.optimizer, job.handle, 3)
-    page["save_own"](folder, job.handle)
+    page["save"](tmp_path / "all.pt", job.model, job.optimizer, job.handle, 3)
+    page["save_own"](tmp_path, job.handle)
     weights = job.weights()
     dist.barrier()
     expected = job.train(3, 4)
@@ -46,14 +48,14 @@ def the_code_of_the_page_runs(rank: int, folder: Path) -> None:
         again = Job("aggregating")
         if own:
             again.has(weights)
-            page["load_own"](folder, again.handle)
+            page["load_own"](tmp_path, again.handle)
         else:
-            path = folder / "all.pt"
+            path = tmp_path / "all.pt"
             assert page["load"](path, again.model, again.optimizer, again.handle) == 3
         assert again.train(3, 4) == expected
 
 
-def mistakes(rank: int) -> None:
+def test_mistakes(rank: int) -> None:
     handle = trained().handle
     full = handle.full_state_dict()
     for said, state in (
@@ -76,7 +78,7 @@ def mistakes(rank: int) -> None:
         apart = None  # type: ignore[assignment]
 
 
-def differs(rank: int) -> None:
+def test_differs(rank: int) -> None:
     """Told at once, and the next call of all ranks goes on."""
     handle = Job("aggregating").handle
     calls = partial(handle.full_state_dict, rank0_only=rank == 0)
@@ -84,7 +86,7 @@ def differs(rank: int) -> None:
     assert len(handle.full_state_dict()["ranks"]) == 2
 
 
-def gradients_of_a_state_are_not_kept(rank: int) -> None:
+def test_gradients_of_a_state_are_not_kept(rank: int) -> None:
     job = trained()
     state = job.handle.state_dict()
     state["aggregators"]["0.weight"]["residual"].requires_grad_()
@@ -93,20 +95,22 @@ def gradients_of_a_state_are_not_kept(rank: int) -> None:
     assert not job.handle.state_dict()["aggregators"]["0.weight"]["residual"].requires_grad
 
 
-def a_rank_that_calls_alone_is_told(rank: int) -> None:
+def test_a_rank_that_calls_alone_is_told(rank: int) -> None:
     """By its group's timeout, which rank did not call."""
     job = Job("aggregating")
     if rank == 0:
         member = communicator(job.model.process_group).member
         assert member is not None
         member.timeout = 0.5
-        error = caught(job.handle.full_state_dict)
-        assert isinstance(error, gw.TransportError), error
-        assert "rank 1 did not reach full_state_dict" in str(error)
+        raises(
+            gw.TransportError, job.handle.full_state_dict, "rank 1 did not reach full_state_dict"
+        )
 
 
-def a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(rank: int, folder: Path) -> None:
-    job, path = Job("weights kept as reference"), folder / "dcp"
+def test_a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(
+    rank: int, tmp_path: Path
+) -> None:
+    job, path = Job("weights kept as reference"), tmp_path / "dcp"
     job.train(0, 1)
     dcp.save({"gradwire": job.handle.checkpoint()}, checkpoint_id=path)
     said = "under 'other': save {'other': handle.checkpoint()}"
@@ -126,13 +130,67 @@ def a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(rank: int, folder:
     job.handle.load_checkpoint(path)
 
 
-def test_mistakes_are_told_and_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    together(
-        2,
-        partial(the_code_of_the_page_runs, folder=tmp_path),
-        mistakes,
-        differs,
-        gradients_of_a_state_are_not_kept,
-        partial(a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks, folder=tmp_path),
-        a_rank_that_calls_alone_is_told,
-    )
+# ---- a state of DDP, of FSDP2 by rows, and by columns, loaded into each of them
+
+
+WAYS = ("ddp", "rows", "columns")
+
+
+def made(way: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 4, bias=False))
+    if way == "ddp":
+        model = DDP(model)
+    else:
+        dim = WAYS.index(way) - 1
+        model = fully_shard(model, shard_placement_fn=lambda p: Shard(dim))
+    return model, gw.attach(model, "topk:density=0.1", error_feedback=True)
+
+
+def summed(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """The sums over ranks of the gradients of a step, by parameter; averages, without a handle."""
+    model.zero_grad()
+    of_rank = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    model(torch.randn(8, 16, generator=of_rank)).square().mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [getattr(g, "full_tensor", lambda g=g: g)().double().flatten() for g in found]
+
+
+def exact(step: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 4, bias=False))
+    gradients = summed(model, step)
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return gradients
+
+
+def kept(full: Any) -> list[torch.Tensor]:
+    """The sums over ranks of what was not sent."""
+    ranks = [list(state["aggregators"].values()) for state in full["ranks"]]
+    return [sum(of["residual"].double() for of in both) for both in zip(*ranks, strict=True)]  # type: ignore[misc]
+
+
+def test_it_moves_from_each_to_each(rank: int) -> None:
+    """Law 2, after the save and after a step of the module that has loaded it."""
+    ranks = dist.get_world_size()
+    first, second = exact(0), exact(1)
+    for saved in WAYS:
+        model, handle = made(saved)
+        sent = summed(model, 0)
+        full = handle.full_state_dict()
+        owed = kept(full)
+        for gradient, average, rest in zip(first, sent, owed, strict=True):
+            torch.testing.assert_close(ranks * average + rest, gradient, rtol=0, atol=1e-6)
+            assert rest.any()
+        for way in WAYS:
+            again, other = made(way)
+            other.load_state_dict(full)
+            for a, b in zip(owed, kept(other.full_state_dict()), strict=True):
+                assert torch.equal(a, b), (saved, way)
+            averages = summed(again, 1)
+            after = kept(other.full_state_dict())
+            for gradient, average, rest, before in zip(second, averages, after, owed, strict=True):
+                torch.testing.assert_close(
+                    ranks * average + rest, gradient + before, rtol=0, atol=1e-6
+                )

@@ -22,11 +22,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire import groups
 from gradwire.engine import Communicator
-from products import one_in
-from ranks import all_pass, as_processes, caught
+from ranks import caught, on
 from rooms.collectives import prepared
-
-pytestmark = pytest.mark.multiprocess
+from training import alike
 
 OPTIONS = [
     gw.Options(segments=3),
@@ -40,21 +38,18 @@ OPTIONS = [
 CODECS = ("qsgd", "identity", "topk")
 
 
-def ordered_group() -> dist.ProcessGroup:
-    """Another group of all ranks, treated from now on as one that keeps order."""
-    group = dist.new_group()
+def two_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """New ones of all ranks; the first is treated from now on as one that keeps order."""
+    group, other = dist.new_group(), dist.new_group()
     groups.keeps_order = lambda asked, device: asked is group
-    return group
+    return group, other
 
 
-def equal(ordered: dist.ProcessGroup, act: Any) -> bool:
-    """Whether `act(group)` returns the same tensors over both groups."""
-    return all(map(torch.equal, act(ordered), act(dist.group.WORLD)))
-
-
-def reductions(rank: int, every: bool) -> list[str]:
-    """Which of them differ; each option with one codec, or with every codec."""
-    n, ordered = dist.get_world_size(), ordered_group()
+@on(3, False)
+@on((2, 3, 4), True, exhaustive=True)
+def test_collectives_have_the_bits_of_those_with_tags(rank: int, every: bool) -> None:
+    """Each option with one codec, or with every codec."""
+    n, (ordered, other) = dist.get_world_size(), two_groups()
     torch.manual_seed(rank)
     values = torch.randn(n * 10_001)
 
@@ -72,20 +67,25 @@ def reductions(rank: int, every: bool) -> list[str]:
         gw.all_gather(whole, shard, group=group)
         return [shard, whole]
 
+    def equal(act: Any) -> bool:
+        return all(map(torch.equal, act(ordered), act(other)))
+
     wrong = [
         f"{codec}, {options}"
         for at, options in enumerate(OPTIONS)
         for codec in (CODECS if every else [CODECS[at % len(CODECS)]])
-        if not equal(ordered, partial(all_reduce, codec=codec, options=options))
+        if not equal(partial(all_reduce, codec=codec, options=options))
     ]
     assert groups.communicator(ordered).stream(torch.device("cpu")) is not None
-    assert groups.communicator().stream(torch.device("cpu")) is None
-    return wrong + ["the halves"] * (not equal(ordered, halves))
+    assert groups.communicator(other).stream(torch.device("cpu")) is None
+    assert not wrong
+    assert equal(halves)
 
 
-def training(rank: int) -> tuple[bool, dict[str, Any]]:
-    """Whether DDP modules end equal over both groups, and the statistics of the ordered one."""
-    ordered, stats = ordered_group(), {}
+@on(3)
+@on((2, 4), exhaustive=True)
+def test_training_has_the_bits_of_that_with_tags(rank: int) -> None:
+    (ordered, other), stats = two_groups(), {}
 
     def train(group: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -104,13 +104,14 @@ def training(rank: int) -> tuple[bool, dict[str, Any]]:
         stats.update(handle.stats())
         return [p.detach() for p in model.parameters()]
 
-    alike = all(map(torch.equal, train(dist.group.WORLD), train(ordered)))
-    return alike, stats
+    assert all(map(torch.equal, train(other), train(ordered)))
+    assert stats["steps"] == 4
+    assert stats["ratio"] > 4
 
 
-def plans_of_shards(rank: int) -> list[int]:
-    """The plan of each pass of an FSDP2 module, where one rank is late with the next plan."""
-    mesh = DeviceMesh.from_group(ordered_group(), "cpu")
+def test_ranks_change_the_plan_of_shards_together(rank: int) -> None:
+    """Of an FSDP2 module, where one rank is late with the next plan."""
+    mesh = DeviceMesh.from_group(two_groups()[0], "cpu")
     model = fully_shard(nn.Linear(300, 200), mesh=mesh)
     handle = gw.attach(model, bits=4)
 
@@ -133,11 +134,14 @@ def plans_of_shards(rank: int) -> list[int]:
         late.set()
         update.wait()
     dist.barrier()
-    return found + passes(3)
+    found += passes(3)
+    assert alike(found)
+    assert found[:5] == [0] * 5
+    assert found[-1] == 1
 
 
-def dropped_in(rank: int) -> bool:
-    """Whether DDP's buckets are averaged over a group of the backend gradwire that is in order."""
+@on(2, backend="gradwire")
+def test_the_backend_goes_in_order_where_its_group_does(rank: int) -> None:
     groups.keeps_order = lambda group, device: True
     model = DDP(nn.Linear(300, 200, bias=False))
     x = [torch.full((1, 300), float(r + 1)) for r in range(dist.get_world_size())]
@@ -146,24 +150,15 @@ def dropped_in(rank: int) -> bool:
     assert dist.group.WORLD.stats()["ratio"] > 3
     assert groups.communicator().stream(torch.device("cpu")) is not None
     (weight,) = model.parameters()
-    return torch.allclose(weight.grad, torch.full((200, 300), 1.5))
-
-
-def test_ranks_change_the_plan_of_shards_together() -> None:
-    first, second = as_processes(2, plans_of_shards)
-    assert first == second
-    assert first[:5] == [0] * 5
-    assert first[-1] == 1
-
-
-def test_the_backend_goes_in_order_where_its_group_does() -> None:
-    assert as_processes(2, dropped_in, backend="gradwire") == [True, True]
+    assert torch.allclose(weight.grad, torch.full((200, 300), 1.5))
 
 
 # ---- groups without a backend for CPU tensors, such as "nccl" alone
 
 
-def beside_nothing(rank: int) -> tuple[int, str, float]:
+@on(3)
+@on((2, 4), exhaustive=True)
+def test_a_group_without_cpu_tensors_has_a_companion(rank: int) -> None:
     """A group that carries no CPU tensors gets a companion that does."""
     size = dist.get_world_size()
     store = dist.PrefixStore("bare/", dist.group.WORLD.get_group_store())
@@ -173,25 +168,9 @@ def beside_nothing(rank: int) -> tuple[int, str, float]:
         comm = Communicator(groups.host_transport(bare))
         found.append(comm.agree("a test", ["alike"]))
         error = str(caught(lambda comm=comm: comm.agree("a test", [f"rank {rank}"])))
-        timeout = comm.transport.timeout
-        comm.close()
-    assert found[0] == found[1]
-    return found[0], error, timeout
-
-
-@pytest.mark.parametrize(("n", "every"), one_in(4, [(3, False), (4, True), (2, True), (3, True)]))
-def test_same_bits_as_with_tags(n: int, every: bool) -> None:
-    """Of collectives and of training; and groups without a backend for CPU tensors."""
-    wrong, trained, companions = all_pass(
-        n, [partial(reductions, every=every), training, beside_nothing]
-    )
-    assert wrong == [[]] * n
-    for alike, stats in trained:
-        assert alike
-        assert stats["steps"] == 4
-        assert stats["ratio"] > 4
-    assert len({number for number, _, _ in companions}) == 1
-    for rank, (_, error, timeout) in enumerate(companions):
         assert "ranks disagree on a test" in error
         assert f"rank {rank} has 'rank {rank}'" in error
-        assert timeout > 0
+        assert comm.transport.timeout > 0
+        comm.close()
+    assert found[0] == found[1]
+    assert alike(found)

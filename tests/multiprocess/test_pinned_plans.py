@@ -7,20 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from sharded_model import backward, own_mesh, sharded
 from torch import nn
 
 import gradwire as gw
 from gradwire.planner.files import PlanFile
-from ranks import as_processes, refuses
-
-pytestmark = pytest.mark.multiprocess
+from ranks import refuses
 
 
-def pinned(rank: int, folder: str) -> None:
-    path = f"{folder}/ddp{rank}.json"
+def test_a_saved_plan_is_attached_again(rank: int, tmp_path: Path) -> None:
+    path = f"{tmp_path}/ddp{rank}.json"
     ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
     first = gw.attach(ddp, "qsgd:bits=3", codecs={"1.weight": "powersgd:rank=2"})
     first.plan.save(path)
@@ -39,7 +36,7 @@ def pinned(rank: int, folder: str) -> None:
 
     planned = replace(PlanFile.read(path), planned={"seconds": 1.0})
 
-    path = f"{folder}/fsdp{rank}.json"
+    path = f"{tmp_path}/fsdp{rank}.json"
     weights: Any = {"*.weight": "randomshift:bits=6"}
     old = gw.attach(sharded(mesh=own_mesh()), "qsgd:bits=5", weights=weights, error_feedback=True)
     old.plan.save(path)
@@ -49,7 +46,3 @@ def pinned(rank: int, folder: str) -> None:
     backward(model, 0)
     refuses("gradwire plan has planned for DDP", partial(gw.attach, model, plan=planned))
     assert new.stats()["weights_wire_bytes"] > 0
-
-
-def test_a_saved_plan_is_attached_again(tmp_path: Path) -> None:
-    as_processes(2, pinned, str(tmp_path))

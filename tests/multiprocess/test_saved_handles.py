@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from saved_jobs import (
 from sharded_model import gathered, owed, unlike
 
 import gradwire as gw
-from ranks import caught, together
+from ranks import as_processes, raises
 from training import alike, everywhere
 
 pytestmark = pytest.mark.multiprocess
@@ -122,7 +121,7 @@ def each_kind_moves(
         assert not unlike(gathered(job.model) if job.many else {})
 
 
-def each_kind_moves_from_a_single_rank(rank: int) -> None:
+def test_each_kind_moves_from_a_single_rank(rank: int) -> None:
     mine, _ = dist.new_subgroups(1)
     for kind in MOVED:
         alone, job = Job(kind, mine), Job(kind)
@@ -147,7 +146,7 @@ def how_values_were_rounded_does_not_matter(job: Job) -> None:
     assert (job.state(), job.methods()) == expected
 
 
-def a_trial_of_buckets_runs_again_from_a_state_before_it(rank: int) -> None:
+def test_a_trial_of_buckets_runs_again_from_a_state_before_it(rank: int) -> None:
     job = Job("weighing")
     start = job.handle.state_dict()
     for _ in range(2):
@@ -246,9 +245,7 @@ def what_is_refused_changes_nothing(job: Job, saved: Any) -> None:
     before = job.everything()
 
     def refused(states: Any, told: str, kind: type = gw.ConfigError) -> None:
-        error = caught(lambda: job.handle.load_state_dict(states))
-        assert isinstance(error, kind), (job.kind, told, error)
-        assert told in str(error), (job.kind, told, error)
+        raises(kind, lambda: job.handle.load_state_dict(states), told)
         assert job.everything() == before, (job.kind, told)
 
     refused([], "the list of states is empty")
@@ -272,12 +269,8 @@ def test_all_that_a_handle_has_is_saved_and_loaded(tmp_path: Path) -> None:
     of_two, of_three = tmp_path / "two", tmp_path / "three"
     of_two.mkdir()
     of_three.mkdir()
-    together(
-        2,
-        partial(each_kind_resumes, folder=of_two),
-        each_kind_moves_from_a_single_rank,
-        a_trial_of_buckets_runs_again_from_a_state_before_it,
-    )
-    together(3, partial(each_kind_moves, folder=of_two, then=of_three))
-    together(2, partial(each_kind_moves, folder=of_three, kinds=MOVED[::2]))
-    together(1, partial(each_kind_moves, folder=of_three, kinds=MOVED[1::2]))
+    long: dict[str, Any] = {"timeout": 600.0, "deadline": 240.0}
+    as_processes(2, each_kind_resumes, of_two, **long)
+    as_processes(3, each_kind_moves, of_two, MOVED, of_three, **long)
+    as_processes(2, each_kind_moves, of_three, MOVED[::2], **long)
+    as_processes(1, each_kind_moves, of_three, MOVED[1::2], **long)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+import gc
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import (
+    ALL,
     added,
     assert_as_asked,
     backward,
@@ -15,19 +17,24 @@ from sharded_model import (
     dumped,
     gradients,
     loaded,
+    own_mesh,
     replicated,
     sharded,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire as gw
-from ranks import each, together
+from gradwire.collectives import Item, ScopeProgram
+from products import one_in
+from ranks import as_processes, on
 
-pytestmark = pytest.mark.multiprocess
 
-
-def exactly_what_was_asked_for(
-    rank: int, codec: str, reshard: bool | int = True, replicas: int = 1
+@on(2, ("identity", True, 1), ("qsgd", False, 1))
+@on(4, ("qsgd", 2, 1), ("qsgd", True, 2))
+@on(3, ("qsgd", True, 1), exhaustive=True)
+@on(4, ("identity", True, 1), ("identity", True, 2), exhaustive=True)
+def test_exactly_what_was_asked_for(
+    rank: int, codec: str, reshard: bool | int, replicas: int
 ) -> None:
     """Excluded weights, biases and parameters without gradients are bit-identical to FSDP2's."""
     how = {"mesh": replicated(replicas)} if replicas > 1 else {}
@@ -46,6 +53,11 @@ def exactly_what_was_asked_for(
         assert_as_asked(expected, found, lossy, sums=sums)
     groups = 2 if replicas > 1 else 1
     assert handle.stats()["calls"] == (2 * 2 + 1) * groups  # of `spare` in the second step
+
+
+def test_nothing_is_lost_by_two_ranks_nor_by_three_that_go_on() -> None:
+    before, _ = as_processes(2, nothing_is_lost)
+    as_processes(3, nothing_is_lost, before)
 
 
 def nothing_is_lost(rank: int, before: bytes | None = None) -> bytes:
@@ -87,8 +99,15 @@ def nothing_is_lost(rank: int, before: bytes | None = None) -> bytes:
     return dumped(handle.full_state_dict())
 
 
-def accumulated_steps_are_those_of_fsdp2(
-    rank: int, dtype: torch.dtype | None = None, tolerance: float = 0.0, sums: bool = False
+@on(
+    2,
+    (None, 0.0, False),
+    (torch.bfloat16, 1e-2, False),
+    (torch.float16, 1e-3, False),
+    (None, 1e-7, True),
+)
+def test_accumulated_steps_are_those_of_fsdp2(
+    rank: int, dtype: torch.dtype | None, tolerance: float, sums: bool
 ) -> None:
     """With reductions in other dtypes, and with sums in place of averages."""
     plain, ours = (sharded(MixedPrecisionPolicy(reduce_dtype=dtype)) for _ in range(2))
@@ -107,7 +126,7 @@ def accumulated_steps_are_those_of_fsdp2(
     assert 0 < handle.stats()["kernel_calls"] <= 60
 
 
-def blocks_have_1024_values_by_default(rank: int) -> None:
+def test_blocks_have_1024_values_by_default(rank: int) -> None:
     model = sharded()
     handle = gw.attach(model, "qsgd", bits=4, codecs={"first.*": "qsgd:block=64"})
     of = {p.name: p.codec for p in handle.plan.parameters}
@@ -123,7 +142,7 @@ def blocks_have_1024_values_by_default(rank: int) -> None:
     assert of["second.weight"] == gw.QSGD(bits=3, block=1024)
 
 
-def tied_weights_go_by_every_name(rank: int) -> None:
+def test_tied_weights_go_by_every_name(rank: int) -> None:
     """The last layer's matrix is the embedding."""
     handle = gw.attach(sharded(), exclude=["again.*"], weights={"again.weight": "bf16"})
     (tied,) = [p for p in handle.plan.parameters if p.name == "embedding"]
@@ -131,27 +150,37 @@ def tied_weights_go_by_every_name(rank: int) -> None:
     assert not any(p.name == "again.weight" for p in handle.plan.parameters)
 
 
-def a_detached_module_is_fsdp2s(rank: int) -> None:
+def test_a_detached_module_is_fsdp2s(rank: int) -> None:
     model, plain = sharded(), sharded()
     gw.attach(model).detach()
     assert_as_asked(backward(plain, 0), backward(model, 0), ())
 
 
-def test_what_is_compressed_is_what_was_asked_for() -> None:
-    (before, _), *_ = together(
-        2,
-        nothing_is_lost,
-        partial(exactly_what_was_asked_for, codec="identity", reshard=True),
-        partial(exactly_what_was_asked_for, codec="qsgd", reshard=False),
-        *each(
-            accumulated_steps_are_those_of_fsdp2,
-            (None, 0.0),
-            (torch.bfloat16, 1e-2),
-            (torch.float16, 1e-3),
-            (None, 1e-7, True),
-        ),
-        blocks_have_1024_values_by_default,
-        tied_weights_go_by_every_name,
-        a_detached_module_is_fsdp2s,
-    )
-    together(3, partial(nothing_is_lost, before=before))
+# ---- memory: a step keeps no gradients, and a detached handle nothing
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(one) is kind for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("weights", one_in(2, [ALL, None]))
+def test_gradients_do_not_outlive_their_step(weights: Any) -> None:
+    """Of a reduce-scatter, which reads the whole gradient of its group; in processes of their own,
+    which have no other collectives."""
+    as_processes(2, gradients_do_not_outlive_their_step, weights)
+
+
+def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
+    model = sharded(mesh=own_mesh())
+    for _ in range(2):
+        handle = gw.attach(model, "qsgd:bits=4", error_feedback=True, weights=weights)
+        for step in range(2):
+            backward(model, step, spare=True)
+        dist.barrier()
+        assert alive(Item) == 0
+        assert alive(ScopeProgram) > 0
+        handle.detach()
+        del handle
+        dist.barrier()
+        assert alive(ScopeProgram) == 0

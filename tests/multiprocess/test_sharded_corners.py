@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,31 +21,29 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import all_pass, caught, refuses
+from ranks import caught, on, refuses
 from training import Acts, alike, batch, nothing
-
-pytestmark = pytest.mark.multiprocess
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
 
 
-def dcp_takes_checkpoints_not_handles(rank: int, folder: Path) -> None:
+def test_dcp_takes_checkpoints_not_handles(rank: int, tmp_path: Path) -> None:
     for handle in (gw.attach(sharded()), gw.attach(DDP(nn.Linear(8, 8)))):
         for whole in (handle, Wrapped(handle)):
-            save = partial(dcp.save, {"gradwire": whole}, checkpoint_id=folder)
+            save = partial(dcp.save, {"gradwire": whole}, checkpoint_id=tmp_path)
             refuses("handle.checkpoint()", save)
         state = handle.state_dict()
         given = {**state}, copy.deepcopy(state), state["aggregators"]
         for one, call in product(given, (dcp.save, dcp.async_save)):
-            error = caught(lambda o=one, call=call: call({"gradwire": o}, checkpoint_id=folder))
+            error = caught(lambda o=one, call=call: call({"gradwire": o}, checkpoint_id=tmp_path))
             assert "handle.checkpoint()" in str(error), error
         file = io.BytesIO()
         torch.save(given[1], file)
         file.seek(0)
         assert torch.load(file, weights_only=True) == state
-        path = folder / str(handle._reductions.what)
+        path = tmp_path / str(handle._reductions.what)
         app = Wrapped(handle, lambda h=handle: h.checkpoint())
         dcp.save({"gradwire": app}, checkpoint_id=path)
         handle.load_checkpoint(path, key="gradwire.handle")
@@ -80,7 +77,9 @@ def loss(model: nn.Module, step: int, raises: bool = False) -> torch.Tensor:
 OPTIONS: dict[str, Any] = {"bits": 4, "error_feedback": True}
 
 
-def training_goes_on_after_an_exception(rank: int) -> None:
+@on(2)
+@on(4, exhaustive=True)
+def test_training_goes_on_after_an_exception(rank: int) -> None:
     """On one rank, or on all; also with weights of differences. Every rank has the same gradients
     afterwards, and numbers its steps alike."""
     everyone = list(range(dist.get_world_size()))
@@ -112,7 +111,7 @@ def training_goes_on_after_an_exception(rank: int) -> None:
         refuses("was detached", handle.recover)
 
 
-def passes_outside_autograd_are_passes(rank: int) -> None:
+def test_passes_outside_autograd_are_passes(rank: int) -> None:
     """Pipeline schedules run backward without reductions, and reduce behind it."""
     model = by_layer(Acts())
     handle = gw.attach(model, **OPTIONS)
@@ -151,7 +150,8 @@ class Experts(nn.Module):
         return self.expert(self.first(x).relu())  # type: ignore[no-any-return]
 
 
-def modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
+@on(4)
+def test_modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
     model = Experts()
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("other", "own"))
     fully_shard(model.expert, mesh=mesh["own"])
@@ -169,7 +169,8 @@ def modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
     inner.detach()
 
 
-def errors_have_ranks_of_the_job(rank: int) -> None:
+@on(4)
+def test_errors_have_ranks_of_the_job(rank: int) -> None:
     """Rank 3 raises: its number is 1 in both of its groups."""
     model = by_layer(Acts(), mesh=replicated(2))
     handle = gw.attach(model, **OPTIONS)
@@ -192,7 +193,8 @@ class Spare(nn.Module):
         return self.used(x) + (self.spare(x) if spare else 0.0)  # type: ignore[no-any-return]
 
 
-def unused_parameters_have_a_mend(rank: int) -> None:
+def test_unused_parameters_have_a_mend(rank: int) -> None:
+    """The last of this file on two ranks: the group breaks."""
     model = fully_shard(Spare())
     model.set_reduce_scatter_unused_params(True)
     handle = gw.attach(model, bits=4)
@@ -203,22 +205,3 @@ def unused_parameters_have_a_mend(rank: int) -> None:
     gw.attach(model, bits=4)
     backward = model(batch(0), rank == 0).square().sum().backward
     refuses("set_reduce_scatter_unused_params(True)", backward)
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    checks = [
-        dcp_takes_checkpoints_not_handles,
-        training_goes_on_after_an_exception,
-        passes_outside_autograd_are_passes,
-        unused_parameters_have_a_mend,  # last: the group breaks
-    ]
-    all_pass(2, checks, tmp_path)
-
-
-def test_four_ranks() -> None:
-    all_pass(4, [modules_of_several_meshes_have_a_handle_each, errors_have_ranks_of_the_job])
-
-
-@pytest.mark.exhaustive
-def test_training_of_four_ranks_goes_on_after_an_exception() -> None:
-    all_pass(4, [training_goes_on_after_an_exception])

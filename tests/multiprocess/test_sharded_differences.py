@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import cycle, permutations
+from itertools import cycle, permutations, product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import (
     batch,
+    exact,
+    gathered,
     message_bytes,
     own_mesh,
     sgd,
@@ -20,16 +21,13 @@ from sharded_model import (
 )
 from torch import nn
 from torch.distributed.fsdp import (
-    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 
 import gradwire as gw
-from ranks import each, together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import on
 
 BLOCK = 256
 FOUR = {"*.weight": f"randomshift:bits=4:block={BLOCK}", "embedding": "randomshift:bits=4"}
@@ -38,26 +36,6 @@ NEAREST = {"*.weight": "qsgd:bits=4:rounding=nearest"}
 
 def attached(model: Any, weights: Any = FOUR, codec: Any = None, **options: Any) -> Any:
     return gw.attach(model, codec, weights=weights, keep="reference", **options)
-
-
-def groups(model: Any) -> list[tuple[FSDPModule, Any]]:
-    """(module, FSDP's record) of every group."""
-    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return [(m, m._get_fsdp_state()._fsdp_param_group) for m in found]
-
-
-def weights_of(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Copies of the whole weights: as a forward gathers them, and as the optimizer has them."""
-    decoded, exact = {}, {}
-    names = {p: name for name, p in model.named_parameters()}
-    for module, record in groups(model):
-        for p in record.fsdp_params:
-            exact[names[p.sharded_param]] = p.sharded_param.full_tensor().detach().clone()
-        module.unshard()
-        for p in record.fsdp_params:
-            decoded[names[p.sharded_param]] = p._unsharded_param.detach().clone()
-        module.reshard()
-    return decoded, exact
 
 
 def update(model: Any, optimizer: Any, step: int, size: float) -> None:
@@ -70,19 +48,23 @@ def update(model: Any, optimizer: Any, step: int, size: float) -> None:
     optimizer.step()
 
 
-def nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> None:
+@on(2, (FOUR, None))
+@on(3, (FOUR, torch.bfloat16))
+@on(3, (NEAREST, None), exhaustive=True)
+@on(5, *product((FOUR, NEAREST), (None, torch.bfloat16)), exhaustive=True)
+def test_nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> None:
     model = sharded(None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype))
     attached(model, weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    decoded, _ = weights_of(model)
+    decoded = gathered(model)
     size, levels = 1e-2, 15
     for step in range(6):
         update(model, optimizer, step, size)
         before = decoded
-        decoded, exact = weights_of(model)
+        decoded, wanted = gathered(model), exact(model)
         assert not unlike(decoded)
         for name, value in decoded.items():
-            target = exact[name].to(value.dtype)
+            target = wanted[name].to(value.dtype)
             if "bias" in name:
                 assert torch.equal(value, target)
                 continue
@@ -94,7 +76,9 @@ def nothing_drifts(rank: int, weights: Any, dtype: torch.dtype | None) -> None:
             assert grid <= 2 * (2 * 5 * size) / levels + 2 * rounding
 
 
-def one_version_is_sent_once(rank: int) -> None:
+@on(2)
+@on((3, 5), exhaustive=True)
+def test_one_version_is_sent_once(rank: int) -> None:
     ranks = dist.get_world_size()
     model = sharded(mesh=own_mesh())
     handle = attached(model)
@@ -113,7 +97,7 @@ def one_version_is_sent_once(rank: int) -> None:
         if step < 2 or rank:  # this rank alone leaves a step out: that hangs nothing
             optimizer.step()
         optimizer.zero_grad()
-    assert not unlike(weights_of(model)[0])
+    assert not unlike(gathered(model))
     # Weights that no optimizer has changed, also where torch counts no change of a tensor.
     weight = model.first.weight
     for double in (
@@ -124,10 +108,10 @@ def one_version_is_sent_once(rank: int) -> None:
     ):
         with torch.no_grad():
             double()
-        decoded, exact = weights_of(model)
-        error = (decoded["first.weight"] - exact["first.weight"]).abs().max()
-        assert error < 0.1 * exact["first.weight"].abs().max()
-    assert exact["first.weight"].abs().max() > 0.8
+        decoded, wanted = gathered(model), exact(model)
+        error = (decoded["first.weight"] - wanted["first.weight"]).abs().max()
+        assert error < 0.1 * wanted["first.weight"].abs().max()
+    assert wanted["first.weight"].abs().max() > 0.8
     optimizer.step()  # without gradients: nothing changes, and nothing is sent
     assert sent(model, handle) <= 2 * 64 * ranks
     with torch.no_grad():
@@ -151,26 +135,28 @@ def codec_of(name: str) -> gw.RandomShift | None:
     return gw.RandomShift(4, 1024 if name == "embedding" else BLOCK)
 
 
-def what_is_not_finite_does_not_last(rank: int) -> None:
+def test_what_is_not_finite_does_not_last(rank: int) -> None:
     model = sharded()
     attached(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    weights_of(model)
+    gathered(model)
     shard = model.second.weight.to_local()
     if rank == 0:
         with torch.no_grad():
             shard[0, 0] = float("nan")
     optimizer.step()
-    decoded, _ = weights_of(model)
+    decoded = gathered(model)
     assert not torch.isfinite(decoded["second.weight"]).all()
     if rank == 0:
         with torch.no_grad():
             shard[0, 0] = 0.5
     optimizer.step()
-    for name, value in weights_of(model)[0].items():
+    for name, value in gathered(model).items():
         assert torch.isfinite(value).all(), name
-    assert torch.equal(*(of["second.weight"] for of in weights_of(model)))  # sent as they are
-    assert not unlike(weights_of(model)[0])
+    assert torch.equal(
+        gathered(model)["second.weight"], exact(model)["second.weight"]
+    )  # sent as they are
+    assert not unlike(gathered(model))
 
 
 class Coder(nn.Module):
@@ -191,7 +177,8 @@ class Coder(nn.Module):
         return self.decoder(x)  # type: ignore[no-any-return]
 
 
-def parts_are_called_by_themselves(rank: int, keep: str) -> None:
+@on(2, "reference", "payload")
+def test_parts_are_called_by_themselves(rank: int, keep: str) -> None:
     """Each computes with the weights of then, whatever has changed them and was called before."""
     model: Any = Coder()
     mesh = own_mesh()
@@ -263,7 +250,7 @@ def parts_are_called_by_themselves(rank: int, keep: str) -> None:
     assert not unlike({"found": model(x)})
 
 
-def the_memory_is_told(rank: int) -> None:
+def test_the_memory_is_told(rank: int) -> None:
     model = sharded()
     handle = attached(model, codec="qsgd:bits=4")
     train(model, 2)
@@ -277,7 +264,7 @@ def the_memory_is_told(rank: int) -> None:
     train(model, 1)
 
 
-def states_of_other_weights(rank: int) -> None:
+def test_states_of_other_weights(rank: int) -> None:
     """Of weights with which it was not saved; and of rank 0 alone: a rank that finds nothing of its
     own makes all ranks send all weights."""
     model = sharded()
@@ -288,22 +275,10 @@ def states_of_other_weights(rank: int) -> None:
         for p in model.parameters():
             p.to_local().add_(1.0)
     handle.load_state_dict(state)
-    decoded, exact = weights_of(model)
-    assert all((decoded[name] - exact[name]).abs().max() < 0.1 for name in exact)
+    decoded, wanted = gathered(model), exact(model)
+    assert all((decoded[name] - wanted[name]).abs().max() < 0.1 for name in wanted)
     handle.load_state_dict(state["ranks"][0])
-    decoded, exact = weights_of(model)
-    assert all(torch.equal(decoded[name], exact[name]) for name in exact)
+    decoded, wanted = gathered(model), exact(model)
+    assert all(torch.equal(decoded[name], wanted[name]) for name in wanted)
     steps(model, optimizer, 3, 5)
-    assert not unlike(weights_of(model)[0])
-
-
-def test_all_ranks_hold_the_same_weights_and_nothing_drifts() -> None:
-    together(
-        2,
-        *each(nothing_drifts, (FOUR, None)),
-        one_version_is_sent_once,
-        what_is_not_finite_does_not_last,
-        the_memory_is_told,
-        *each(parts_are_called_by_themselves, "reference", "payload"),
-        states_of_other_weights,
-    )
+    assert not unlike(gathered(model))

@@ -5,16 +5,14 @@ tests/multiprocess/test_faults.py has ranks that die.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from sharded_model import by_layer
 from torch import nn
 
 import gradwire as gw
-from ranks import caught, each, together
+from ranks import caught, on, raises, raises_alone
 
-pytestmark = pytest.mark.multiprocess
-
+pytestmark = on(3)
 RAISING = 1
 
 
@@ -23,25 +21,22 @@ def three_layers() -> nn.Sequential:
     return by_layer(model, reshard_after_forward=True)  # type: ignore[no-any-return]
 
 
-def an_exception_where_others_gather_is_told(rank: int) -> None:
+def test_an_exception_where_others_gather_is_told(rank: int) -> None:
     """Of frozen layers no gradients are reduced: the others are ahead by a gather."""
     model = three_layers()
     model[1:].requires_grad_(False)
     gw.attach(model, weights="randomshift:bits=8", keep="none")
     if rank == RAISING:
         model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
-    error = caught(lambda: model(torch.randn(4, 64)).square().mean().backward())
-    if rank == RAISING:
-        assert isinstance(error, ZeroDivisionError), error
-    else:
-        assert isinstance(error, gw.TransportError), error
-        assert error.peer == RAISING
-        assert "backward raised an exception at step" in str(error)
-        assert "of the sharded module of" in str(error)
-        assert ", weights" in str(error)
+    said = "backward raised an exception at step", "of the sharded module of", ", weights"
+    raises_alone(
+        rank, RAISING, ZeroDivisionError,
+        lambda: model(torch.randn(4, 64)).square().mean().backward(), *said,
+    )  # fmt: skip
 
 
-def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
+@on(3, True, False)
+def test_an_exception_in_forward_is_told(rank: int, records: bool) -> None:
     """The others gather the last layer's weights; then all go on."""
     model = three_layers()
     model[0].set_modules_to_forward_prefetch([model[1]])  # a gather is under way
@@ -52,23 +47,19 @@ def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
             assert caught(lambda: model(x)) is None
         if rank == RAISING:
             hook = model[0].register_forward_hook(lambda *_: 1 / 0)
+        said = f"rank {RAISING}: forward raised an exception"
         with torch.set_grad_enabled(records):
-            error = caught(lambda: model(x))
+            raises_alone(rank, RAISING, ZeroDivisionError, lambda: model(x), said)
         if rank == RAISING:
-            assert isinstance(error, ZeroDivisionError), error
-            hook.remove()
-            error = caught(lambda: model(x))  # what it would gather is not what the others do
-            assert isinstance(error, gw.TransportError), error
-        else:
-            assert isinstance(error, gw.TransportError), error
-            assert error.peer == RAISING
-            assert f"rank {RAISING}: forward raised an exception" in str(error)
+            hook.remove()  # what it would gather is not what the others do
+            raises(gw.TransportError, lambda: model(x))
         model.reset_iter_state()
         handle.recover()
     model(x).square().mean().backward()
 
 
-def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
+@on(3, "payload", "none")
+def test_one_evaluates_a_batch_more(rank: int, keep: str) -> None:
     """It waits for weights, where the others wait for gradients, or gather in backward."""
     model = three_layers()
     gw.attach(model, weights="randomshift:bits=8", keep=keep)
@@ -81,13 +72,11 @@ def one_evaluates_a_batch_more(rank: int, keep: str) -> None:
         for _ in range(2):
             model(x).square().mean().backward()
 
-    error = caught(run)
-    assert isinstance(error, gw.ConfigError), error
-    assert ", weights" in str(error)
-    assert "make the same calls" in str(error)
+    raises(gw.ConfigError, run, ", weights", "make the same calls")
 
 
-def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str) -> None:
+@on(3, "payload", "reference")
+def test_a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str) -> None:
     """At one place: an early exit. Training goes on as if it had not been run."""
     ours, twin = three_layers(), three_layers()
     twin.load_state_dict(ours.state_dict())
@@ -118,7 +107,7 @@ def a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep: str)
         assert torch.equal(ours[2](x), twin[2](x))
 
 
-def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
+def test_ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
     """None of them waits for a gather: they find it as they begin the next forward."""
     model = three_layers()
     gw.attach(model, weights="randomshift:bits=8")
@@ -126,17 +115,4 @@ def ranks_that_leave_a_forward_at_unlike_places_are_told(rank: int) -> None:
         model[0].set_modules_to_forward_prefetch([model[1]])
     model[0].register_forward_hook(lambda *_: 1 / 0)
     assert isinstance(caught(lambda: model(torch.ones(4, 64))), ZeroDivisionError)
-    error = caught(lambda: model(torch.ones(4, 64)))
-    assert isinstance(error, gw.TransportError), error
-    assert "forward raised an exception" in str(error)
-
-
-def test_who_raises_is_named() -> None:
-    together(
-        3,
-        *each(an_exception_in_forward_is_told, True, False),
-        *each(a_forward_that_all_ranks_leave_early_needs_no_recovery, "payload", "reference"),
-        ranks_that_leave_a_forward_at_unlike_places_are_told,
-        *each(one_evaluates_a_batch_more, "payload", "none"),
-        an_exception_where_others_gather_is_told,
-    )
+    raises(gw.TransportError, lambda: model(torch.ones(4, 64)), "forward raised an exception")

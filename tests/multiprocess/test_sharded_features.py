@@ -16,21 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, batch, replicated
+from sharded_model import Model, batch, own_mesh, replicated
 from torch import nn
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from ranks import each, together
+from ranks import on
 from training import alike
-
-pytestmark = pytest.mark.multiprocess
 
 # The tests' weights are small: a pattern asks for all.
 EIGHT = {"*": "randomshift:bits=8"}
@@ -162,38 +159,6 @@ FEATURES = {
 }
 
 
-# `make test` has several features at once, which do not touch each other.
-COMBINED = [
-    ("offload", "fused", "accumulated", "prefetched"),
-    ("columns", "checkpointed", "evaluated", "several dtypes", "resharded", "late"),
-    ("bf16", "not resharded", "unsharded early"),
-    ("reentrant", "kept between micro-batches"),
-    ("compiled layers",),
-]
-
-
-def combined(names: tuple[str, ...]) -> Feature:
-    all_of = [FEATURES[name] for name in names]
-    calls = [one.call for one in all_of if one.call is not called]
-
-    def each(what: str) -> Callable[..., Any]:
-        return lambda *of: [getattr(one, what)(*of) for one in all_of]
-
-    return Feature(
-        max(one.ranks for one in all_of),
-        {name: value for one in all_of for name, value in one.options.items()},
-        max(one.replicas for one in all_of),
-        each("prepare"),
-        each("adapt"),
-        *calls or [called],
-        before=each("before"),
-        micro=max(one.micro for one in all_of),
-        late=any(one.late for one in all_of),
-        compiled=any(one.compiled for one in all_of),
-        optimizer={name: value for one in all_of for name, value in one.optimizer.items()},
-    )
-
-
 class Nested(nn.Module):
     """The model in a sharded module, whose own parameter is a group of one row."""
 
@@ -209,16 +174,22 @@ class Nested(nn.Module):
 def built(feature: Feature) -> Any:
     model = Model()
     feature.prepare(model)
-    mesh = (
-        replicated(feature.replicas)
-        if feature.replicas > 1
-        else init_device_mesh("cpu", (feature.ranks,))
-    )
+    # Each training draws the same random numbers, whatever was before it.
+    mesh = replicated(feature.replicas) if feature.replicas > 1 else own_mesh()
     outer = Nested(model)
     for module in (model.first, model.frozen, model.spare, model, outer):
         fully_shard(module, mesh=mesh, **feature.options)
     feature.adapt(outer)
     return outer
+
+
+def each_with_each(test: Any) -> Any:
+    """Features and ways to keep weights; `make test`: each feature of two ranks in one way."""
+    for (name, feature), sampled in zip(FEATURES.items(), cycle(KEEPS), strict=False):
+        for keep in KEEPS:
+            more = feature.ranks > 2 or keep != sampled
+            test = on(feature.ranks, (name, keep), exhaustive=more)(test)
+    return test
 
 
 Gathers = list[tuple[int, int, bytes]]
@@ -292,8 +263,9 @@ def exact(model: Any) -> list[torch.Tensor]:
     return [p.sharded_param.to_local().detach().clone() for p in parameters]
 
 
-def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
-    chosen = combined(names)
+@each_with_each
+def test_weights_are_alike_and_losses_those_of_fsdp(rank: int, feature: str, keep: str) -> None:
+    chosen = FEATURES[feature]
     # What is sent as differences begins with the weights as they are.
     steps = 2 + chosen.late + 2 * (keep == "reference")
     plain = train(chosen, steps)
@@ -310,15 +282,3 @@ def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
     for step in range(steps):
         versions = {(group, digest) for at, group, digest in coded.gathers if at == step}
         assert len(versions) == len({group for group, _ in versions}), step
-
-
-def test_weights_are_alike_and_losses_those_of_fsdp() -> None:
-    together(2, *each(holds, *zip(COMBINED, cycle(KEEPS), strict=False)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_feature_with_each_way_to_keep_weights(ranks: int, keep: str) -> None:
-    chosen = [name for name, feature in FEATURES.items() if feature.ranks == ranks]
-    together(ranks, *each(holds, *(((name,), keep) for name in chosen)))

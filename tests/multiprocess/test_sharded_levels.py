@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from sharded_model import (
+    exact,
     gathered,
     own_mesh,
     replicated,
@@ -17,10 +17,8 @@ from sharded_model import (
 )
 
 import gradwire as gw
-from ranks import each, refuses, together
+from ranks import on, refuses
 from training import alike, everywhere
-
-pytestmark = pytest.mark.multiprocess
 
 WEIGHTS = {"*.weight": "learnedlevels:bits=3:block=128"}
 GRADIENTS = {"codec": "learnedlevels:bits=3:block=128:rounding=stochastic"}
@@ -39,15 +37,14 @@ def learned(handle: Any) -> int:
 
 def errors(model: Any) -> dict[str, float]:
     """The L2 error of every matrix as it is gathered."""
-    exact = {tuple(p.shape): p for p in model.parameters()}  # which differ
-    return {
-        name: (exact[tuple(t.shape)].full_tensor().detach() - t).norm().item()
-        for name, t in gathered(model).items()
-        if t.dim() > 1
-    }
+    wanted = exact(model)
+    found = {name: (wanted[name] - t).norm().item() for name, t in gathered(model).items()}
+    return {name: error for name, error in found.items() if wanted[name].dim() > 1}
 
 
-def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
+@on(2, "none")
+@on((2, 3, 5), "none", "payload", "reference", exhaustive=True)
+def test_levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     model, handle, optimizer = made(keep=keep)
     losses = steps(model, optimizer, 0, 3)
     shapes = [p.to_local().shape for p in model.parameters()]
@@ -62,9 +59,7 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
         assert list(levels) == sorted(levels)
     if keep != "reference":  # which has the even levels' weights until an optimizer steps
         fitted = errors(model)
-        learns = [tuple(getattr(model, n).weight.shape) for n in ("first", "frozen", "second")]
-        changed = [name for name in even if name.endswith(tuple(map(str, learns)))]
-        assert all(fitted[name] < even[name] for name in changed), (even, fitted)
+        assert all(fitted[name] < even[name] for name in found.weights), (even, fitted)
     losses += steps(model, optimizer, 3, 6)
     assert min(losses[3:]) < 0.5 * losses[0], losses
     assert not unlike(gathered(model))
@@ -80,7 +75,8 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     assert member.codec.levels == found.gradients["second.weight"]
 
 
-def replicas_learn_the_same_levels(rank: int) -> None:
+@on(4)
+def test_replicas_learn_the_same_levels(rank: int) -> None:
     model, handle, optimizer = made(mesh=replicated(2))
     steps(model, optimizer, 0, 1)
     learned(handle)
@@ -91,7 +87,9 @@ def replicas_learn_the_same_levels(rank: int) -> None:
     assert not unlike(gathered(model))
 
 
-def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
+@on(2, "none")
+@on((2, 3, 5), "none", "payload", "reference", exhaustive=True)
+def test_codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     model, handle, optimizer = made(keep=keep)
     steps(model, optimizer, 0, 1)
     learned(handle)
@@ -127,7 +125,7 @@ def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     refuses("sends a part of the values", lambda: handle.update(weights="topk:density=0.1"))
 
 
-def the_default_dtype_changes_no_level(rank: int) -> None:
+def test_the_default_dtype_changes_no_level(rank: int) -> None:
     found = []
     for default in (torch.float32, torch.bfloat16):
         model, handle, optimizer = made()
@@ -141,7 +139,7 @@ def the_default_dtype_changes_no_level(rank: int) -> None:
     assert found[0] == found[1]
 
 
-def bad_input_is_named(rank: int) -> None:
+def test_bad_input_is_named(rank: int) -> None:
     model, handle, optimizer = made()
     refuses("has no gradient", lambda: learned(handle))
     steps(model, optimizer, 0, 1)
@@ -153,23 +151,3 @@ def bad_input_is_named(rank: int) -> None:
     other = gw.attach(sharded(mesh=own_mesh()), "qsgd")
     refuses("learnedlevels:rounding=stochastic", lambda: other.learn_levels(1))
     refuses("attach was given no weights", lambda: other.update(weights="bf16"))
-
-
-def test_levels_are_learned_and_codecs_change_during_training() -> None:
-    together(
-        2,
-        *each(levels_are_learned_and_equal_on_all_ranks, "none"),
-        *each(codecs_of_weights_change_during_training, "none"),
-        the_default_dtype_changes_no_level,
-        bad_input_is_named,
-    )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_levels_are_learned_however_weights_are_kept(ranks: int) -> None:
-    for check in (
-        levels_are_learned_and_equal_on_all_ranks,
-        codecs_of_weights_change_during_training,
-    ):
-        together(ranks, *each(check, "none", "payload", "reference"))

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import by_layer
@@ -22,10 +21,8 @@ from torch import nn
 import gradwire as gw
 from gradwire.planner.weights import KEEP
 from leftovers import until
-from ranks import each, together
+from ranks import on
 from training import OnTheWayBack
-
-pytestmark = pytest.mark.multiprocess
 
 BLOCKS = 4
 WEIGHTS = {"*": "randomshift:bits=8"}
@@ -119,7 +116,8 @@ def watch(model: nn.Sequential) -> None:
         block.set_custom_all_gather(Noted(gather, block))
 
 
-def the_next_blocks_gather_ends_while_the_current_one_computes(rank: int, keep: str) -> None:
+@on(2, *KEEP)
+def test_the_next_blocks_gather_ends_while_the_current_one_computes(rank: int, keep: str) -> None:
     gathers_twice = keep in ("none", "redraw")
     gated = ("forward", "backward") if gathers_twice else ("forward",)
     schedule = Schedule(gated, f"keep={keep!r}")
@@ -136,15 +134,10 @@ def the_next_blocks_gather_ends_while_the_current_one_computes(rank: int, keep: 
     assert schedule.overlapped == forward + backward * gathers_twice
 
 
-def fsdp2s_own_gathers_block(rank: int) -> None:
+def test_fsdp2s_own_gathers_block(rank: int) -> None:
     """So the check above can fail: here rank 1 waits in vain for rank 0's compute."""
     schedule = Schedule(("forward",), "FSDP2", patience=0.2)
     model = model_on(schedule)
     watch(model)
     model(torch.randn(8, 64))
     assert ("rank 0 does not compute 0" in schedule.faults) == (rank == 1), schedule.faults
-
-
-def test_the_next_blocks_gather_ends_while_the_current_one_computes() -> None:
-    overlaps = the_next_blocks_gather_ends_while_the_current_one_computes
-    together(2, *each(overlaps, *KEEP), fsdp2s_own_gathers_block)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import Model, batch, sharded
@@ -14,24 +13,15 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import gradwire as gw
-from ranks import caught, together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import caught
+from training import BareFSDP1
 
 WEIGHTS = {"*": "randomshift:bits=8"}
 TOO_FEW = gw.Options(algorithm="hierarchical", nodes=(0,))
-
-
-class BareFSDP1(FSDP1):
-    """Its own constructor needs a GPU."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
 
 
 def whole() -> DeviceMesh:
@@ -144,7 +134,7 @@ FSDP2S: list[tuple[str, Callable[[], nn.Module]]] = [
 ]
 
 
-def what_is_refused_is_named(rank: int) -> None:
+def test_what_is_refused_is_named(rank: int) -> None:
     faults = []
     for said, make, options in OURS:
         model = make()
@@ -173,7 +163,3 @@ def what_is_refused_is_named(rank: int) -> None:
     model(batch(0)).sum().backward()
     assert torch.isfinite(model.first.weight.grad.to_local()).all()
     handle.detach()
-
-
-def test_what_is_refused_is_named() -> None:
-    together(2, what_is_refused_is_named)

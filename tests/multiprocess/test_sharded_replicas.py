@@ -7,44 +7,47 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from adaptive_model import MATRICES, OFTEN, methods, model_of, until_decided
 from sharded_model import (
+    ALL,
     Model,
     added,
     assert_as_asked,
     backward,
     batch,
     dumped,
+    gathered,
     gradients,
     loaded,
+    own_mesh,
+    replicas_of_shards,
     replicated,
     same,
     sharded,
+    train,
+    unlike,
 )
-from test_sharded import exactly_what_was_asked_for
-from test_sharded_levels import replicas_learn_the_same_levels
-from test_sharded_update import all_ranks_switch_at_the_same_pass, unlike_plans_are_refused
-from test_sharded_weights import replicas_decode_the_same_weights
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import each, refuses, together
+from gradwire.algorithms import HierarchicalReduceScatter
+from gradwire.lang import layout
+from ranks import on, refuses
 from rooms.decide import tables
 from training import alike, everywhere
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = on(4)
 
 
-def hybrid(replicas: int) -> Any:
-    return sharded(mesh=replicated(replicas))
-
-
-def what_is_owed_is_sent(rank: int, replicas: int = 2) -> None:
+@on(4, 2)
+@on(6, 2, 3, exhaustive=True)
+def test_what_is_owed_is_sent(rank: int, replicas: int) -> None:
     """Law 2: residuals of both hops are sent once the new plan has none; with two ways to
     average."""
     for sums in (False, True):
-        plain, ours = hybrid(replicas), hybrid(replicas)
+        plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
         if sums:
             for model in (plain, ours):
                 model.set_force_sum_reduction_for_comms(True)
@@ -64,9 +67,9 @@ def what_is_owed_is_sent(rank: int, replicas: int = 2) -> None:
             torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
 
 
-def steps_without_the_hop(rank: int) -> None:
+def test_steps_without_the_hop(rank: int) -> None:
     """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
-    plain, ours = hybrid(2), hybrid(2)
+    plain, ours = replicas_of_shards(2), replicas_of_shards(2)
     handle = gw.attach(ours, "identity")
     for model in (plain, ours):
         model.zero_grad()
@@ -80,15 +83,7 @@ def steps_without_the_hop(rank: int) -> None:
     assert handle.stats()["calls"] == 3 * 3 + 3
 
 
-def plans_switch(rank: int) -> None:
-    """On all ranks at the same pass; refused on all, whether ranks of one replica or replicas ask
-    for something else."""
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2), changes=1)
-    for of in (rank % 2, rank // 2):
-        unlike_plans_are_refused(rank, lambda: hybrid(2), of)
-
-
-def shards_without_values_switch(rank: int) -> None:
+def test_shards_without_values_switch(rank: int) -> None:
     """No all-reduce tells the ranks of the second shard which version replicas offer; and nothing
     is scattered to a single shard."""
     for replicas in (2, 4):
@@ -105,7 +100,7 @@ def shards_without_values_switch(rank: int) -> None:
         assert versions == [0, 0, 1, 1], replicas
 
 
-def a_policy_decides_for_all_replicas(rank: int) -> None:
+def test_a_policy_decides_for_all_replicas(rank: int) -> None:
     """From averages over all ranks; a failure on one rank leaves the plan in all replicas."""
     model = model_of("hsdp")
     how: dict[str, Any] = {"policy": "lgreco", "replan": OFTEN, "weights": "randomshift:bits=5"}
@@ -135,13 +130,13 @@ def a_policy_decides_for_all_replicas(rank: int) -> None:
     assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])
 
 
-def states_fit_the_mesh(rank: int) -> None:
+def test_states_fit_the_mesh(rank: int) -> None:
     """In the same mesh resuming is bit-identical, from a rank's own state and from that of all; in
     another, residuals are refused."""
     how: dict[str, Any] = {"density": 0.1, "error_feedback": True}
 
     def made() -> tuple[Any, Any]:
-        model = hybrid(2)
+        model = replicas_of_shards(2)
         return model, gw.attach(model, "topk", policy="lgreco", **how)
 
     model, handle = made()
@@ -162,7 +157,7 @@ def states_fit_the_mesh(rank: int) -> None:
             for name, gradient in backward(again, step, spare=True).items():
                 assert same(gradient, expected[name])
     del state["policy"]
-    other = hybrid(1)
+    other = replicas_of_shards(1)
     flat = gw.attach(other, "topk", **how)
     ddp = gw.attach(DDP(Model()), "topk", **how)
     own = {key: value for key, value in ddp.state_dict().items() if key != "aggregators"}
@@ -177,34 +172,67 @@ def states_fit_the_mesh(rank: int) -> None:
     flat.load_state_dict({**state, "aggregators": {}})
 
 
-def test_what_is_compressed_is_what_was_asked_for() -> None:
-    together(
-        4,
-        partial(exactly_what_was_asked_for, codec="qsgd", replicas=2),
-        what_is_owed_is_sent,
-        steps_without_the_hop,
-        plans_switch,
-        shards_without_values_switch,
-        a_policy_decides_for_all_replicas,
-        states_fit_the_mesh,
-        replicas_decode_the_same_weights,
-        replicas_learn_the_same_levels,
-    )
+# ---- several machines with several ranks each: gathered and scattered in two levels
 
 
-def every_plan_switches(rank: int) -> None:
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2))
+MACHINES = {3: (0, 0, 1), 4: (0, 0, 1, 1), 5: (0, 1, 1, 0, 1)}
 
 
-@pytest.mark.exhaustive
-def test_identity_is_exact_and_every_plan_switches() -> None:
-    together(
-        4,
-        partial(exactly_what_was_asked_for, codec="identity", replicas=2),
-        every_plan_switches,
-    )
+def attached(codec: str, weights: Any, nodes: tuple[int, ...] | None, **more: Any) -> Any:
+    model = sharded(mesh=own_mesh())
+    inside = more.pop("inside", "codec")
+    two = gw.Options(algorithm="hierarchical", nodes=nodes, inside=inside)
+    options = two if nodes is not None else None
+    return model, gw.attach(model, codec, weights=weights, options=options, **more)
 
 
-@pytest.mark.exhaustive
-def test_six_ranks_lose_nothing() -> None:
-    together(6, *each(what_is_owed_is_sent, 2, 3))
+@on(4, ("full", "payload"))
+@on(5, ("codec", "reference"), exhaustive=True)
+@on(3, ("codec", "none"), exhaustive=True)
+def test_two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
+    nodes = MACHINES[dist.get_world_size()]
+    flat, _ = attached("identity", ALL, None, keep=keep)
+    model, handle = attached("identity", ALL, nodes, inside=inside, keep=keep)
+    for name, weights in gathered(flat).items():
+        assert torch.equal(weights, gathered(model)[name]), "payloads are forwarded"
+    # Sums have another order, and 8-bit weights may fall into another code.
+    assert train(model, 3) == pytest.approx(train(flat, 3), rel=1e-3)
+    model, handle = attached("qsgd:bits=4", ALL, nodes, inside=inside, keep=keep)
+    losses = train(model, 5)
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert "hierarchical" in str(handle.plan.describe()[0])
+    update = handle.update("identity")
+    update.wait(60)
+    everywhere("prepared")
+    for step in range(3):
+        backward(model, step)
+    assert update.in_force
+    assert not unlike(gathered(model))
+
+
+def test_bytes_are_those_of_the_formula(rank: int) -> None:
+    nodes = MACHINES[4]
+    model, handle = attached("qsgd:bits=4", ALL, nodes)
+    backward(model, 0, spare=True)
+    before = handle.stats()
+    backward(model, 1, spare=True)
+    after = handle.stats()
+
+    def sent(algorithm: Any, codec_of: Any) -> int:
+        """By the formula, of one collective for every group."""
+        total = 0
+        for group in handle._reductions._trained.shards():
+            sizes = [
+                sum(
+                    layout(codec_of(name) or gw.Identity(), torch.float32).nbytes(lengths[r])
+                    for name, lengths, _ in group
+                )
+                for r in range(4)
+            ]
+            total += algorithm(nodes=nodes).wire_bytes(rank, 4, [sizes])
+        return total
+
+    gradients = {p.name: p.codec for p in handle.plan.parameters}
+    expected = sent(HierarchicalReduceScatter, gradients.get)
+    found = int(after["wire_bytes"] - before["wire_bytes"])
+    assert found == pytest.approx(expected, rel=0.1)  # segments have headers of their own

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from sharded_model import assert_as_asked, backward, batch, by_layer, own_mesh, sharded
+from adaptive_model import held
+from sharded_model import (
+    assert_as_asked,
+    backward,
+    batch,
+    by_layer,
+    own_mesh,
+    replicas_of_shards,
+    sharded,
+)
 
 import gradwire as gw
-from ranks import caught, refuses, together
-from rooms.handles import Switch
+from ranks import caught, on, raises, refuses
 from training import OnTheWayBack, alike, everywhere, nothing
-
-pytestmark = pytest.mark.multiprocess
 
 CHANGES: list[dict[str, Any]] = [
     {"bits": 2},
@@ -28,17 +32,18 @@ CHANGES: list[dict[str, Any]] = [
 CODECS = ["QSGD", "dense", "TernGrad", "TernGrad"]  # of first.weight, after each
 
 
-def all_ranks_switch_at_the_same_pass(
-    rank: int, made: Callable[[], torch.nn.Module] = sharded, changes: int = len(CHANGES)
-) -> None:
+@on(2, (1, len(CHANGES)))
+@on(4, (2, 1))
+@on(3, (1, len(CHANGES)), exhaustive=True)
+@on(4, (2, len(CHANGES)), exhaustive=True)
+def test_all_ranks_switch_at_the_same_pass(rank: int, replicas: int, changes: int) -> None:
     """Ranks ask for a plan, and have prepared it, at other passes: they adopt it at the same one,
     once the last rank has prepared it."""
-    plain, ours = made(), made()
+    plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
     handle = gw.attach(ours, bits=8, error_feedback=True)
-    prepare, prepared, goes_on = Switch._prepare, threading.Event(), threading.Event()
+    prepared, goes_on = threading.Event(), threading.Event()
 
-    def held(self: Any, plan: Any) -> None:
-        prepare(self, plan)
+    def waits() -> None:
         prepared.set()
         assert goes_on.wait(60)
 
@@ -55,8 +60,7 @@ def all_ranks_switch_at_the_same_pass(
                 if gradient is not None:
                     total[name] = total.get(name, 0.0) + (gradient - found[name]).double()
 
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(Switch, "_prepare", held)
+    with held(after=waits):
         for number, (change, codec) in enumerate(zip(CHANGES[:changes], CODECS, strict=False)):
             passes(rank)
             update = handle.update(**change)
@@ -82,17 +86,17 @@ def all_ranks_switch_at_the_same_pass(
             assert difference.abs().max() < 1e-4, name
 
 
-def unlike_plans_are_refused(
-    rank: int, made: Callable[[], torch.nn.Module] = sharded, of: int | None = None
-) -> None:
+@on(2, (1, "of each rank"))
+@on(4, (2, "of each shard"), (2, "of each replica"))
+def test_unlike_plans_are_refused(rank: int, replicas: int, asks: str) -> None:
     """If ranks request different plans, a forward raises, the same on all; the old plan stays."""
-    model, plain = made(), made()
+    model, plain = replicas_of_shards(replicas), replicas_of_shards(replicas)
+    of = rank // 2 if asks == "of each replica" else rank % 2
     handle = gw.attach(model, "identity")
     backward(model, 0)
-    asked = everywhere(8 - 6 * (rank if of is None else of))
+    asked = everywhere(8 - 6 * of)
     update = handle.update("qsgd", bits=asked[rank])
-    refused = caught(lambda: update.wait(60))
-    assert isinstance(refused, gw.ConfigError)
+    refused = raises(gw.ConfigError, lambda: update.wait(60))
     told = re.findall(r"rank (\d+) has '[^']*bits=(\d)", str(refused))
     assert len(told) == 2, refused
     assert all(asked[int(one)] == int(bits) for one, bits in told), refused
@@ -111,7 +115,7 @@ def unlike_plans_are_refused(
         refuses(said, call)
 
 
-def an_exception_as_a_plan_is_adopted(rank: int) -> None:
+def test_an_exception_as_a_plan_is_adopted(rank: int) -> None:
     """Rank 1 has not begun the pass in which others adopt it: they go on with the same plan."""
     model = sharded(reshard_after_forward=False, mesh=own_mesh())
     handle = gw.attach(model, bits=8, error_feedback=True)
@@ -135,7 +139,7 @@ def an_exception_as_a_plan_is_adopted(rank: int) -> None:
     assert "bits=4" in handle.stats()["parameters"]["first.weight"]["codec"]
 
 
-def a_group_that_is_frozen_tells_nothing(rank: int) -> None:
+def test_a_group_that_is_frozen_tells_nothing(rank: int) -> None:
     """The only one of which every rank has values."""
     model = by_layer(torch.nn.Sequential(torch.nn.Linear(30, 8), torch.nn.Linear(8, 1)))
     handle = gw.attach(model, include=["*"], bits=8)
@@ -146,18 +150,3 @@ def a_group_that_is_frozen_tells_nothing(rank: int) -> None:
             everywhere("prepared")
         model(batch(step)).square().mean().backward()
     assert handle.plan.version == 1
-
-
-def test_all_ranks_switch_at_the_same_pass() -> None:
-    together(
-        2,
-        all_ranks_switch_at_the_same_pass,
-        unlike_plans_are_refused,
-        a_group_that_is_frozen_tells_nothing,
-        an_exception_as_a_plan_is_adopted,
-    )
-
-
-@pytest.mark.exhaustive
-def test_three_ranks_switch_at_the_same_pass() -> None:
-    together(3, all_ranks_switch_at_the_same_pass)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -25,15 +26,12 @@ from sharded_model import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from unfit_weights import a_mask_is_gathered_as_it_is, values_that_no_codec_holds_may_come_later
+from torch.distributed.tensor import distribute_tensor
 
 import gradwire as gw
 from gradwire.planner.weights import KEEP
-from products import EXHAUSTIVE
-from ranks import each, together
+from ranks import on
 from rooms.handles import sharded_attach
-
-pytestmark = pytest.mark.multiprocess
 
 FOUR = {"*": "randomshift:bits=4"}
 GIVEN = (
@@ -44,43 +42,32 @@ GIVEN = (
 )
 
 
-def weights_are_alike(rank: int, dtypes: Any = (None, torch.bfloat16), given: Any = GIVEN) -> None:
-    for dtype in dtypes:
-        policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
-        plain = gathered(sharded(policy))
-        for weights in given:
-            said = weights, dtype
-            nearby = 2**-4 if weights == {"*": "fp8"} else 0
-            model = sharded(policy)
-            before = shards(model)
-            gw.attach(model, None, weights=weights)
-            once, twice = gathered(model), gathered(model)
-            assert not unlike(once), said
-            changed = 0
-            for name, value in once.items():
-                assert torch.equal(value, twice[name]), (said, name)  # one version: one encoding
-                step = (plain[name].max() - plain[name].min()).item() / 255
-                step += 2e-2 * (dtype is not None)
-                torch.testing.assert_close(value, plain[name], rtol=nearby, atol=step)
-                changed += not torch.equal(value, plain[name])
-            assert changed >= 3, said
-            assert torch.equal(shards(model), before), "the optimizer's"
+@on(2, (None, GIVEN[:2]), (torch.bfloat16, GIVEN[2:]))
+@on(3, (torch.bfloat16, GIVEN[:1]))
+@on((2, 3, 5), (None, GIVEN), (torch.bfloat16, GIVEN), exhaustive=True)
+def test_weights_are_alike(rank: int, dtype: torch.dtype | None, given: Any) -> None:
+    policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
+    plain = gathered(sharded(policy))
+    for weights in given:
+        said = weights, dtype
+        nearby = 2**-4 if weights == {"*": "fp8"} else 0
+        model = sharded(policy)
+        before = shards(model)
+        gw.attach(model, None, weights=weights)
+        once, twice = gathered(model), gathered(model)
+        assert not unlike(once), said
+        changed = 0
+        for name, value in once.items():
+            assert torch.equal(value, twice[name]), (said, name)  # one version: one encoding
+            step = (plain[name].max() - plain[name].min()).item() / 255
+            step += 2e-2 * (dtype is not None)
+            torch.testing.assert_close(value, plain[name], rtol=nearby, atol=step)
+            changed += not torch.equal(value, plain[name])
+        assert changed >= 3, said
+        assert torch.equal(shards(model), before), "the optimizer's"
 
 
-def losses_are_those_of_fsdp(rank: int, dtype: torch.dtype | None, tolerance: float) -> None:
-    # gloo rounds every partial sum of bf16, gradwire the whole sum: so sums are of fp32 here.
-    policy = None if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
-    plain = train(sharded(policy), 4)
-    model = sharded(policy)
-    gw.attach(model, "identity", weights={"*": "identity"})
-    found = train(model, 4)
-    if tolerance:  # sums of several ranks differ in their last bits
-        assert found == pytest.approx(plain, rel=tolerance)
-    else:
-        assert found == plain
-
-
-def one_version_is_encoded_once(rank: int) -> None:
+def test_one_version_is_encoded_once(rank: int) -> None:
     """Payloads sent twice, kept payloads and micro-batches decode to the same bits."""
     found = {}
     for keep in ("none", "payload", "redraw"):
@@ -108,7 +95,8 @@ def one_version_is_encoded_once(rank: int) -> None:
     assert not torch.equal(found["none"][1], found["redraw"][1])
 
 
-def reductions_are_no_versions(rank: int, how: str) -> None:
+@on(2, "while unsharded", "on meta")
+def test_reductions_are_no_versions(rank: int, how: str) -> None:
     """Micro-batches that are each reduced see one version: that of the optimizer's last step,
     however the handle was attached."""
     with torch.device("meta" if how == "on meta" else "cpu"):
@@ -137,7 +125,10 @@ def reductions_are_no_versions(rank: int, how: str) -> None:
     assert losses[2] == losses[3] != losses[4] == losses[5]
 
 
-def bytes_are_those_of_the_formula(rank: int) -> None:
+@on(2)
+@on(3)
+@on(5, exhaustive=True)
+def test_bytes_are_those_of_the_formula(rank: int) -> None:
     model = sharded()
     handle = gw.attach(model, "qsgd", bits=8, weights=ALL, keep="none")
     for module in model.modules():
@@ -154,7 +145,8 @@ def bytes_are_those_of_the_formula(rank: int) -> None:
     assert stats["weights_exposed_seconds"] > 0 < stats["weights_seconds"]
 
 
-def errors_of_weights_are_told(rank: int, keep: str) -> None:
+@on(2, "none", "reference")
+def test_errors_of_weights_are_told(rank: int, keep: str) -> None:
     model = sharded()
     handle = gw.attach(model, None, weights=ALL, keep=keep)
     optimizer = sgd(model)
@@ -175,7 +167,7 @@ def errors_of_weights_are_told(rank: int, keep: str) -> None:
     assert found["weights_exposed_seconds"] > 0
 
 
-def payloads_are_kept_where_they_fit(rank: int) -> None:
+def test_payloads_are_kept_where_they_fit(rank: int) -> None:
     """The memory of any rank counts, and one of them may have none."""
     free = sharded_attach.free_bytes
     for least, keep in ((2**40, "payload"), (0, "none")):
@@ -187,7 +179,8 @@ def payloads_are_kept_where_they_fit(rank: int) -> None:
     assert free(torch.device("cpu")) > 2**20
 
 
-def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
+@on(2, "payload", "reference")
+def test_frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     """As with adapters: until a rank has changed them, here behind torch's back."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
@@ -230,7 +223,7 @@ def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     assert rows[256:].abs().max() < 0.05
 
 
-def weights_frozen_later_are_those_of_then(rank: int) -> None:
+def test_weights_frozen_later_are_those_of_then(rank: int) -> None:
     """And again, after a time in which they were trained: payloads of before are out of date."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     by_layer(model, reshard_after_forward=True)
@@ -247,7 +240,9 @@ def weights_frozen_later_are_those_of_then(rank: int) -> None:
         optimizer.zero_grad()
 
 
-def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
+@on(2, False)
+@on(4, 2)
+def test_it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
     """With a number, backward gathers decoded values as they are, from fewer ranks."""
 
     def run(keep: str, **options: Any) -> torch.Tensor:
@@ -261,7 +256,7 @@ def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int
         assert torch.equal(run(keep, reshard_after_forward=reshard), always), keep
 
 
-def meshes_of_other_shapes_follow_each_other(rank: int) -> None:
+def test_meshes_of_other_shapes_follow_each_other(rank: int) -> None:
     """The first groups of their handles differ, and they share another one."""
     for shape in ((2, 1), (1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
@@ -271,32 +266,96 @@ def meshes_of_other_shapes_follow_each_other(rank: int) -> None:
         handle.detach()
 
 
-def replicas_decode_the_same_weights(rank: int) -> None:
-    model = sharded(mesh=replicated(2))
-    gw.attach(model, "qsgd", weights=ALL)
-    train(model, 2)
-    assert not unlike(gathered(model))
+# ---- weights that no codec holds, as masks have them: they are gathered as they are
 
 
-def test_all_ranks_hold_the_same_weights() -> None:
-    together(
-        2,
-        *each(weights_are_alike, ((None,), GIVEN[:2]), ((torch.bfloat16,), GIVEN[2:])),
-        bytes_are_those_of_the_formula,
-        meshes_of_other_shapes_follow_each_other,
-        payloads_are_kept_where_they_fit,
-        *each(frozen_weights_are_sent_once, "payload", "reference"),
-        weights_frozen_later_are_those_of_then,
-        *each(a_mask_is_gathered_as_it_is, *KEEP),
-        *each(values_that_no_codec_holds_may_come_later, "payload", "reference"),
-        *each(errors_of_weights_are_told, "none", "reference"),
-        *each(losses_are_those_of_fsdp, (None, 0)),
-        one_version_is_encoded_once,
-        *each(reductions_are_no_versions, "while unsharded", "on meta"),
-        *each(it_does_not_matter_when_weights_are_resharded, False),
-    )
+LEAST = torch.finfo(torch.float32).min
 
 
-@EXHAUSTIVE
-def test_weights_are_alike_however_they_are_kept() -> None:
-    together(2, weights_are_alike)
+class Masked(nn.Module):
+    """A frozen mask beside a matrix that is trained; the mask's low values are rank 0's."""
+
+    def __init__(self, low: float) -> None:
+        super().__init__()
+        mask = torch.zeros(5, 64)  # uneven shards
+        mask[0, 1::2] = low
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.table = nn.Parameter(torch.randn(5, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (torch.softmax(self.mask, -1) * self.table).sum()
+
+
+def decoded(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole mask and table, as a forward gathers them."""
+    module.unshard()
+    found = module.mask.detach().clone(), module.table.detach().clone()
+    module.reshard()
+    assert not unlike(dict(zip(("mask", "table"), found, strict=True)))
+    return found
+
+
+@on(2, *KEEP)
+def test_a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
+    for low in (-torch.inf, LEAST, -1e4):
+        model: Any = Masked(low)
+        mask = model.mask.detach().clone()
+        fully_shard(model, mesh=own_mesh(), reshard_after_forward=True)
+        handle = gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(4):
+                loss = model(torch.ones(1)).sum()
+                assert torch.isfinite(loss)
+                loss.backward()
+                optimizer.step()
+                exact = model.table.full_tensor().detach()
+                whole, table = decoded(model)
+                assert low == -1e4 or torch.equal(whole, mask), (low, step)
+                assert not torch.equal(table, exact), "others stay compressed"
+                torch.testing.assert_close(table, exact, rtol=0, atol=0.05)
+        # Of what does not change, differences are zero.
+        unfit = low == -torch.inf or (low == LEAST and keep != "reference")
+        said = [str(one.message) for one in warned if "uncompressed" in str(one.message)]
+        assert len(said) == unfit, said
+        assert all("gather mask uncompressed" in one for one in said)
+        assert ("or near the largest float: mask" in str(handle)) == unfit
+
+
+@on(2, "payload", "reference")
+def test_values_that_no_codec_holds_may_come_later(rank: int, keep: str) -> None:
+    """By a load, into groups that are gathered ahead of others, and some of which is frozen."""
+    model: Any = nn.Sequential(Masked(0.0), Masked(0.0), Masked(0.0))
+    model[1].requires_grad_(False)
+    by_layer(model)
+    model.set_modules_to_forward_prefetch([model[0], model[1]])
+    model[1].set_modules_to_forward_prefetch([model[2]])
+    handle = gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)
+    state = handle.state_dict()
+
+    def runs() -> None:
+        for _ in range(2):
+            model(torch.ones(1)).sum().backward()
+        for module in model:
+            assert torch.equal(decoded(module)[0], module.mask.full_tensor())
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        runs()
+        assert not warned
+        low = Masked(-torch.inf).mask
+        for module in model[1:]:
+            shard = module.mask.to_local()
+            shard.data.copy_(low[3 * rank :][: len(shard)])  # torch counts no change
+        of = model[0].mask.device_mesh, model[0].mask.placements
+        model[0].load_state_dict({"mask": distribute_tensor(low.detach(), *of)}, strict=False)
+        model[2].table.to_local().data[0, 0] = torch.nan if rank == 0 else 1.0  # has diverged
+        runs()
+        assert "largest float: 0.mask, 1.mask, 2.mask, 2.table" in str(handle)
+        handle.load_state_dict(state)  # has nothing of it
+        runs()
+    assert model(torch.ones(1)).isnan()
+    said = [str(one.message) for one in warned if "uncompressed" in str(one.message)]
+    named = [one.split("gather ")[1].split(" uncompressed")[0] for one in said]
+    assert sorted(named) == ["0.mask", "1.mask", "2.mask, 2.table"]

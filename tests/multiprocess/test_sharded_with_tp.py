@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,9 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import gradwire as gw
-from ranks import together
-
-pytestmark = pytest.mark.multiprocess
+from ranks import on
 
 TIED = "embedding.weight"
 COMPRESSED = {TIED, "up.weight", "down.weight", "frozen.weight", "spare.weight"}
@@ -66,7 +62,9 @@ def backward(model: nn.Module, mesh: DeviceMesh, step: int) -> dict[str, Any]:
     return gradients(model)
 
 
-def gradients_are_exact_or_near(rank: int, attached: bool) -> None:
+@on(4, True)
+@on(4, False, backend="gradwire")
+def test_gradients_are_exact_or_near(rank: int, attached: bool) -> None:
     names = {"mesh_dim_names": ("dp", "tp")}
     plainly = {"backend_override": {"dp": "gloo", "tp": "gloo"}}
     beside = init_device_mesh("cpu", (2, 2), **names, **plainly)
@@ -92,7 +90,8 @@ def gradients_are_exact_or_near(rank: int, attached: bool) -> None:
         assert group.stats()["left_alone"], "tensor parallelism sent nothing"
 
 
-def checkpoints_have_the_residuals_of_all_columns(rank: int, path: str) -> None:
+@on(4)
+def test_checkpoints_have_the_residuals_of_all_columns(rank: int, tmp_path: Path) -> None:
     """Each column of the mesh has a handle with a rank 0: none replaces another's residuals."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -102,22 +101,10 @@ def checkpoints_have_the_residuals_of_all_columns(rank: int, path: str) -> None:
 
     model, handle = made()
     backward(model, mesh, 0)
-    dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=path)
+    dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=tmp_path)
     _, resumed = made()
-    resumed.load_checkpoint(path)
+    resumed.load_checkpoint(tmp_path)
     saved, loaded = (h.state_dict()["aggregators"] for h in (handle, resumed))
     assert saved
     for name, kept in saved.items():
         assert torch.equal(loaded[name]["residual"], kept["residual"]), name
-
-
-def test_gradients_are_exact_or_near_and_checkpoints_are_complete(tmp_path: Path) -> None:
-    together(
-        4,
-        partial(gradients_are_exact_or_near, attached=True),
-        partial(checkpoints_have_the_residuals_of_all_columns, path=str(tmp_path / "checkpoint")),
-    )
-
-
-def test_the_backend_leaves_tensor_parallelism_alone() -> None:
-    together(4, partial(gradients_are_exact_or_near, attached=False), backend="gradwire")

@@ -9,7 +9,6 @@ import signal
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,8 @@ from gradwire.transport import (
     shm_store,
 )
 from leftovers import until
-from products import EXHAUSTIVE
-from ranks import all_pass, as_processes
+from ranks import as_processes, on
 from rooms.collectives import placement
-
-pytestmark = pytest.mark.multiprocess
 
 SIZES = [0, 1, 127, 129, 1024, 5000, 150_003]  # the last: payloads of many rings
 CODECS: list[Codec] = [
@@ -80,35 +76,53 @@ def reduce_everything(
     return [t.numpy().tobytes() for t in found], accounted
 
 
-Report = tuple[bool, bool, str, set[int]]
+def each_layout(test: Any) -> Any:
+    test = on(3, (["aaa", "aab"], CODECS))(test)
+    for layouts in (["aaa", "aab"], ["abab"], ["aa", "ab"], ["aaaa"]):
+        test = on(len(layouts[0]), (layouts, [*CODECS, *MORE]), exhaustive=True)(test)
+    return test
 
 
-def compare(rank: int, layouts: list[str], codecs: Sequence[Codec]) -> list[Report]:
-    """Per layout: whether results equal gloo's, and bytes the formula; the transport per rank."""
+@each_layout
+def test_collectives_are_those_over_gloo(
+    rank: int, layouts: list[str], codecs: Sequence[Codec]
+) -> None:
+    """Laws 1 and 5, and results that do not depend on the transport: shared memory on one node, and
+    both transports on several nodes; each letter is a node."""
     expected, _ = reduce_everything(TorchP2P(dist.new_group()), codecs)
-    reports = []
     for machines in layouts:
         transport = Mixed(dist.new_group(), machine=machines[rank])
         found, accounted = reduce_everything(transport, codecs)
-        reports.append((found == expected, accounted, transport.name, set(transport.reached)))
-    return reports
+        here = {p for p, m in enumerate(machines) if m == machines[rank] and p != rank}
+        assert found == expected
+        assert accounted
+        assert set(transport.reached) == here
+        if len(here) == len(machines) - 1:
+            assert transport.name == "shm"
+        else:
+            assert transport.name == ("shm+torch_p2p" if here else "torch_p2p")
 
 
-def lend(rank: int) -> list[tuple[bool, bool, int, int]]:
-    """With stores; with one that is soon full on rank 1; with none there: whether results are
-    gloo's, and bytes as reckoned; bytes lent, and how many peers lend."""
+@on(3)
+def test_what_cannot_be_lent_is_copied(rank: int) -> None:
+    """With stores; with one that is soon full on rank 1; with none there."""
     expected, _ = reduce_everything(TorchP2P(dist.new_group()))
-    reports = []
+    lent, lenders = [], []
     for room in (None, 1 << 20, 0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(placement, "BORROWED_BYTES", 1 << 16)
             if rank == 1 and room is not None:
                 patch.setattr(shm_store, "room", lambda *_, room=room: room)
             transport = Mixed(dist.new_group())
-            lenders = len(transport.lenders)
+            lenders.append(len(transport.lenders))
             found, accounted = reduce_everything(transport)
-        reports.append((found == expected, accounted, transport.lent_bytes, lenders))
-    return reports
+        assert found == expected
+        assert accounted
+        lent.append(transport.lent_bytes)
+    ample, full, none = lent
+    assert ample > 0
+    assert (full < ample) == (none == 0) == (rank == 1)
+    assert lenders == [2, 2, 2 if rank == 1 else 1]
 
 
 def failure(transport: Mixed, peer: int) -> tuple[int | None, str]:
@@ -204,14 +218,14 @@ OBSTACLES = {
 }
 
 
-def fall_back(rank: int) -> list[tuple[str, bool, list[str]]]:
-    """Per obstacle on rank 1: the transport, whether it works, and the log."""
+@on(3)
+def test_who_cannot_share_falls_back(rank: int) -> None:
+    """Rank 1 cannot share its memory, and says so once."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gradwire").addHandler(handler)
-    reports = []
-    for obstacle in OBSTACLES:
+    for obstacle, reason in OBSTACLES.items():
         group = dist.new_group()
         with pytest.MonkeyPatch.context() as patch:
             shm_library.load.cache_clear()
@@ -223,56 +237,12 @@ def fall_back(rank: int) -> list[tuple[str, bool, list[str]]]:
                 patch.setattr(os, "memfd_create", _no_memory)
             transport = Mixed(group)
         _, accounted = reduce_everything(transport, CODECS[:2])
-        reports.append((transport.name, accounted, [*said]))
+        assert accounted
+        assert transport.name == ("torch_p2p" if rank == 1 else "shm+torch_p2p")
+        (told,) = [text for text in said if "not shared memory" in text]
+        assert rank != 1 or reason in told
         said.clear()
-    return reports
 
 
 def _no_memory(*_: object) -> int:
     raise OSError(12, "Cannot allocate memory")
-
-
-@pytest.mark.parametrize(
-    ("layouts", "codecs"),
-    [
-        (["aaa", "aab"], CODECS),
-        *(
-            pytest.param(layouts, [*CODECS, *MORE], marks=EXHAUSTIVE)
-            for layouts in (["aaa", "aab"], ["abab"], ["aa", "ab"], ["aaaa"])
-        ),
-    ],
-)
-def test_collectives_are_those_over_gloo(layouts: list[str], codecs: list[Codec]) -> None:
-    """Laws 1 and 5, and results that do not depend on the transport: shared memory on one node, and
-    both transports on several nodes; each letter is a node. On three ranks also what cannot be lent
-    is copied, and who cannot share falls back and says so once."""
-    more = [lend, fall_back] if codecs is CODECS else []
-    how = partial(compare, layouts=layouts, codecs=codecs)
-    compared, *rest = all_pass(len(layouts[0]), [how, *more])
-    for rank, by_layout in enumerate(compared):
-        for machines, (same, accounted, name, reached) in zip(layouts, by_layout, strict=True):
-            here = {p for p, m in enumerate(machines) if m == machines[rank] and p != rank}
-            assert same
-            assert accounted
-            assert reached == here
-            if len(here) == len(machines) - 1:
-                assert name == "shm"
-            else:
-                assert name == ("shm+torch_p2p" if here else "torch_p2p")
-    for rank, (ample, full, none) in enumerate(rest[0] if rest else ()):
-        for same, accounted, _, _ in (ample, full, none):
-            assert same
-            assert accounted
-        assert ample[2:] == (max(ample[2], 1), 2)
-        assert full[3] == 2
-        assert (full[2] < ample[2]) == (rank == 1)
-        assert (none[2] == 0) == (rank == 1)
-        assert none[3] == (2 if rank == 1 else 1)
-    expected = ["shm+torch_p2p", "torch_p2p", "shm+torch_p2p"]
-    for rank, reports in enumerate(rest[1] if rest else ()):
-        for reason, (name, accounted, said) in zip(OBSTACLES.values(), reports, strict=True):
-            assert accounted
-            assert name == expected[rank]
-            told = [text for text in said if "not shared memory" in text]
-            assert len(told) == 1, said
-            assert rank != 1 or reason in told[0]

@@ -6,32 +6,26 @@ from datetime import timedelta
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import gradwire as gw
 from gradwire import ConfigError
-from products import in_turn, one_in
-from ranks import as_processes, caught
+from ranks import caught, on
 from stress.worlds import of_transport
 from typed_values import EVERY_DTYPE, same_bits, values
 
-pytestmark = pytest.mark.multiprocess
-
 NUMEL = 3001
-worlds = pytest.mark.parametrize(("n", "shm"), in_turn([2, 3], [False, True]))
+OVER = {shm: {"environment": of_transport(shm)} for shm in (False, True)}  # gloo, shared memory
 
 
-@pytest.fixture
-def transport(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in of_transport(shm).items():
-        monkeypatch.setenv(name, value)
-
-
-def beside_torch(rank: int, seed: int) -> None:
+@on(2, **OVER[False])
+@on(3, **OVER[True])
+@on(2, exhaustive=True, **OVER[True])
+@on(3, exhaustive=True, **OVER[False])
+def test_every_verb_beside_torch(rank: int) -> None:
     n = dist.get_world_size()
-    made = torch.Generator().manual_seed(seed + rank)
+    made = torch.Generator().manual_seed(1000 * n + rank)
 
     for dtype, op, torchs in (
         (torch.float32, "sum", dist.ReduceOp.SUM),
@@ -81,16 +75,13 @@ def beside_torch(rank: int, seed: int) -> None:
         assert not torch.equal(sent, before)
 
 
-@worlds
-@pytest.mark.usefixtures("transport")
-def test_every_verb_beside_torch(n: int, shm: bool) -> None:
-    as_processes(n, beside_torch, 1000 * n)
-
-
-def another_root(rank: int) -> None:
+@on(3, **OVER[True])
+@on(3, exhaustive=True, **OVER[False])
+def test_another_root_is_told(rank: int) -> None:
     """Rank 1 gives another root, in a broadcast that all have agreed on before, like the first.
 
-    A rank whose call has all its inputs may return; its next call raises the error.
+    It is told before the groups' timeout. A rank whose call has all its inputs may return; its next
+    call raises the error.
     """
     for algorithm, numel in product(("sra", "tree"), (4, 300_000)):
         group = dist.new_group(timeout=timedelta(seconds=100))
@@ -109,10 +100,3 @@ def another_root(rank: int) -> None:
         assert first is None or isinstance(first, ConfigError), case
         assert "root=0" in str(second), case
         assert "root=1" in str(second), case
-
-
-@pytest.mark.parametrize("shm", one_in(2, [True, False]), ids=["shm", "gloo"])
-@pytest.mark.usefixtures("transport")
-def test_another_root_is_told(shm: bool) -> None:
-    """Before the groups' timeout of 100 seconds."""
-    as_processes(3, another_root, deadline=60)

@@ -82,7 +82,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert "gw.accelerate.attach" in told
 
 
-def a_part_of_the_ranks_is_refused(rank: int) -> None:
+def a_part_of_the_ranks_is_refused(rank: int, folder: Path) -> None:
     """As with tensor parallelism: rank 0's handle does not reach all ranks."""
     as_under_torchrun(rank)
     accelerator, two = accelerate.Accelerator(cpu=DEVICE == "cpu"), dist.new_group([0, 1])

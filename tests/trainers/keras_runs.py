@@ -22,7 +22,7 @@ from trained import (
 )
 
 import gradwire as gw
-from ranks import caught, refuses
+from ranks import raises, refuses
 
 SHAPES = {"a/kernel": (64, 64), "a/bias": (64,), "b/kernel": (64, 64), "b.c/bias": (64,)}
 PATHS = ["net/a/kernel", "a/bias", "net/part/b/kernel", "b.c/bias"]
@@ -77,7 +77,7 @@ class Weights(torch.nn.Module):
         return torch.stack([(p * g).sum() for p, g in products]).sum()
 
 
-def averages_are_torchs(rank: int) -> None:
+def averages_are_torchs(rank: int, folder: Path) -> None:
     """To the bit, in each dtype: what the optimizer gets, and so the weights, and residuals."""
     for name in ("float32", "bfloat16", "float16"):
         dtype = getattr(torch, name)
@@ -155,7 +155,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     exact(gw.keras.handle(again.optimizer).full_state_dict(), saved)
 
 
-def odd_steps(rank: int) -> None:
+def odd_steps(rank: int, folder: Path) -> None:
     import keras
 
     # A variable without a gradient is left alone, in every step.
@@ -214,7 +214,7 @@ def what_is_refused(rank: int, folder: Path) -> None:
         keras.backend.backend = backend
 
 
-def tensorflow_alone(rank: int) -> None:
+def tensorflow_alone(rank: int, folder: Path) -> None:
     import keras
     import tensorflow as tf
 
@@ -243,15 +243,14 @@ def tensorflow_alone(rank: int) -> None:
     assert halves
     assert all(halves)
     gw.keras.handle(failing.optimizer).observe(_fails)
-    error = caught(lambda: fit(failing))
-    assert isinstance(error, ZeroDivisionError), error
+    raises(ZeroDivisionError, lambda: fit(failing))
 
 
 def _fails(observation: Any) -> None:
     raise ZeroDivisionError
 
 
-def alone(rank: int) -> None:
+def alone(rank: int, folder: Path) -> None:
     """A single process: nothing is sent."""
     optimizer, ours = sgd(), variables()
     made = gradients(rank, 0)

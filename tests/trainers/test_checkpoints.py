@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import all_pass
+from ranks import one_by_one
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,8 +38,8 @@ def test_checkpoints_of_lightning_have_all_ranks(tmp_path: Path) -> None:
         ranks.fabric_loads_shards,
         ranks.batches_accumulate_and_a_checkpoint_may_lack_gradwire,
     ]
-    all_pass(2, both, tmp_path)
-    all_pass(3, [ranks.resumes_on_three], tmp_path)
+    one_by_one(2, both, tmp_path)
+    one_by_one(3, [ranks.resumes_on_three], tmp_path)
 
 
 @needs("transformers", "accelerate")
@@ -51,15 +51,15 @@ def test_checkpoints_of_transformers_have_all_ranks(tmp_path: Path) -> None:
         ranks.a_checkpoint_without_gradwire_warns,
         ranks.the_backend_is_of_a_group_that_is_made_first,
     ]
-    all_pass(2, both, tmp_path)
+    one_by_one(2, both, tmp_path)
 
 
 @needs("accelerate")
 def test_checkpoints_of_accelerate_have_all_ranks(tmp_path: Path) -> None:
     import accelerate_runs as ranks
 
-    all_pass(2, [ranks.trains_and_resumes], tmp_path)
-    all_pass(3, [ranks.a_part_of_the_ranks_is_refused], tmp_path)
+    one_by_one(2, [ranks.trains_and_resumes], tmp_path)
+    one_by_one(3, [ranks.a_part_of_the_ranks_is_refused], tmp_path)
 
 
 @needs("ray")
@@ -98,8 +98,8 @@ def test_keras_averages_and_saves_all_ranks(
         ranks.odd_steps,
         ranks.what_is_refused,
     ]
-    all_pass(2, both + [ranks.tensorflow_alone] * (backend == "tensorflow"), tmp_path)
-    all_pass(1, [ranks.alone])
+    one_by_one(2, both + [ranks.tensorflow_alone] * (backend == "tensorflow"), tmp_path)
+    one_by_one(1, [ranks.alone], tmp_path)
 
 
 BESIDE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import all_pass
+from ranks import one_by_one
 
 
 @pytest.mark.multiprocess
@@ -15,4 +15,4 @@ from ranks import all_pass
 def test_checkpoints_of_torchtitan_have_all_ranks(tmp_path: Path) -> None:
     import torchtitan_runs as ranks
 
-    all_pass(2, [ranks.trains_and_resumes], tmp_path)
+    one_by_one(2, [ranks.trains_and_resumes], tmp_path)

@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
@@ -18,7 +17,7 @@ import torch
 from gradwire.errors import TransportError
 from gradwire.transport.shm import Shm
 from gradwire.transport.shm_process import Stores
-from ranks import caught
+from ranks import at_once, caught
 
 Key = tuple[int, int, int]  # source, destination, tag
 
@@ -119,26 +118,3 @@ def failing(body: Callable[[], object]) -> TransportError:
     (error,) = at_once(lambda: caught(body))
     assert isinstance(error, TransportError)
     return error
-
-
-def at_once(*bodies: Callable[[], Any], seconds: float = 60.0) -> list[Any]:
-    """Run each in its own thread; returns their results, or raises the first error."""
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            results[index] = bodies[index]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-    hung = [i for i, thread in enumerate(threads) if thread.is_alive()]
-    if errors:
-        raise errors[0]
-    assert not hung, f"{hung} hang"
-    return results

@@ -1,10 +1,11 @@
-"""A link that the lab drops: no hang (law 10).
+"""Ranks on nodes of the lab: a link that it drops is no hang (law 10), and nodes share no memory.
 
 tests/middle/test_calls.py has groups that are destroyed.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import time
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_tools.lab import Lab, Network, available
+from gradwire_tools.lab import Lab, Network, available, launch
 from products import EXHAUSTIVE
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(available() is not None, reason=f"no lab here: {available()}"),
+]
 
 TIMEOUT_S = 6
 
@@ -36,8 +40,6 @@ except gw.TransportError as error:
 
 
 @EXHAUSTIVE
-@pytest.mark.lab
-@pytest.mark.skipif(available() is not None, reason=f"no lab here: {available()}")
 def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with out.open("a") as file, Lab(3, Network.parse("1gbit,1ms")) as lab:
@@ -57,3 +59,25 @@ def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:
         assert float(seconds) < 2 * TIMEOUT_S
     # Ranks that still reach each other agree on the failed rank.
     assert [peer for _, peer in ended].count("1") >= 2, ended
+
+
+PROGRAM = """
+import torch.distributed as dist
+from gradwire.transport import Mixed
+dist.init_process_group("gloo")
+print("carried by", Mixed().name)
+dist.barrier()
+"""
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(("net", "name"), [("1gbit,1ms", "torch_p2p"), ("none", "shm")])
+def test_nodes_count_as_machines(net: str, name: str) -> None:
+    out = io.StringIO()
+    codes = launch(
+        [sys.executable, "-c", PROGRAM], 2, Network.parse(net), timeout=120, stdout=out,
+        stderr=io.StringIO(),
+    )  # fmt: skip
+    assert codes == [0, 0], out.getvalue()
+    said = [line.split("carried by ")[1] for line in out.getvalue().splitlines() if "by" in line]
+    assert said == [name] * 2
