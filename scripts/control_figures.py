@@ -122,9 +122,9 @@ def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
             connection = Connection(group, lambda: None)
             connection.connect()
             connections.append(connection)
-            of = OneThread(), connection, group, first + i, clients, 300.0, Hears(heard), {}
+            of = OneThread(), connection, group, first + i, clients, 300.0, Hears(heard)
             members.append(Member(*of))
-        turns(lambda: all(member.settled for member in members))
+        turns(lambda: all(member.part.settled for member in members))
         return [start, time.monotonic()]
 
     def agreement(key: str, lines: int) -> list[float]:

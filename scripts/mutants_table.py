@@ -381,9 +381,9 @@ MUTANTS = (
     ),
     Mutant(
         "difference_not_noticed", "ranks with different plans go on",
-        "gradwire/control/meetings.py",
-        "if meeting.lines is not None and first[:_DIGITS] != meeting.mine:",
-        "if meeting.lines is not None and len(first[:_DIGITS]) != len(meeting.mine):",
+        "gradwire/control/participant.py",
+        "if self.lines is not None and first[:_DIGITS] != self.mine:",
+        "if self.lines is not None and len(first[:_DIGITS]) != len(self.mine):",
         ("tests/control/test_control_agreement.py",),
     ),
     # Aggregators.

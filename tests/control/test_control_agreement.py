@@ -86,7 +86,7 @@ def test_a_difference_does_not_wait_for_the_last_rank(joined: bool) -> None:
         early = [join(r).agree("plan", "the plan", [LINES, OTHER][r]) for r in (0, 1)]
         assert all(isinstance(future.exception(60), ConfigError) for future in early)
         if joined:
-            until(lambda: last.settled and "plan" in last._meetings._differing)
+            until(lambda: last.part.settled and "plan" in last.part.differing)
         late = (last or join(2)).agree("plan", "the plan", LINES)
         assert "rank 2 has 'parameter 1: identity', rank 1 has" in str(late.exception(60))
 
@@ -110,7 +110,7 @@ def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
         futures = [members[0].agree("plan", "the plan", OTHER)]
         assert describes.wait(60)
         futures += [members[r].agree("plan", "the plan", LINES) for r in (1, 2)]
-        until(lambda: all(m._news._counted >= 3 for m in members[1:]))
+        until(lambda: all(m.part._news._counted >= 3 for m in members[1:]))
         assert not any(future.done() for future in futures[1:])
         goes_on.set()
         for rank in (1, 2):
@@ -234,11 +234,11 @@ def test_what_all_have_reached_ends_though_the_last_dies_before_it_says_so() -> 
         first: Any = members[0]
         last: Any = members[1]
         exchanged, agreed = members[0].exchange("e", b"a"), members[0].agree("p", "the plan", LINES)
-        until(lambda: len(first._meetings.open) == 2)
-        last._meetings._publish = lambda kind, key: None
+        until(lambda: len(first.part.open) == 2)
+        last.part.publish = lambda kind, key: None
         members[1].exchange("e", b"b").result(60)
         members[1].agree("p", "the plan", LINES).result(60)
-        first._processes.ended = lambda: [1]
+        first.part.dead = lambda: [1]
         assert members[0].ended() == {1: []}
         assert exchanged.result(60) == [b"a", b"b"]
         assert agreed.result(60)

@@ -144,7 +144,7 @@ def test_closing_ends_what_is_pending_and_tells_what_was_told(
         members = [made[r].join(store, r, 3, 60.0, ears if r == 1 else Ears()) for r in range(2)]
         for future in [m.agree("a", "plan", []) for m in members]:
             assert not future.done()
-        until(lambda: members[1].settled)
+        until(lambda: members[1].part.settled)
         pending = members[0].exchange("e", b"")
         members[0].tell({"last": "word"})
         made[0].close()
@@ -172,7 +172,7 @@ def test_a_store_that_hangs_holds_up_nobody() -> None:
     with channels(1) as (channel,):
         other = channel.join(dist.HashStore(), 0, 1, 60.0, Ears())
         member = channel.join(Wrapped(dist.HashStore(), before), 0, 2, 0.3, ears)
-        until(lambda: member.settled)
+        until(lambda: member.part.settled)
         hangs.set()
         error = member.agree("a", "the plan", []).exception(60)
         assert isinstance(error, TransportError)
@@ -232,7 +232,7 @@ def test_an_incarnation_admits_no_rank_again(leaves: bool) -> None:
         new = made[1 if leaves else 3].join(store, 1, 2, 60.0, Ears())
         waits = new.exchange("e", b"new 1")
         looked(made[1 if leaves else 3])
-        assert not new.settled
+        assert not new.part.settled
         if leaves:
             old[0].leave({})
         other = made[0 if leaves else 2].join(store, 0, 2, 60.0, Ears())
@@ -247,9 +247,9 @@ def test_ranks_count_their_incarnations() -> None:
         made[1].join(store, 1, 2, 60.0, Ears()).leave({})
         ahead = made[1].join(store, 1, 2, 60.0, Ears())
         first = made[0].join(store, 0, 2, 60.0, Ears())
-        until(lambda: first.settled)
+        until(lambda: first.part.settled)
         looked(made[1])
-        assert not ahead.settled
+        assert not ahead.part.settled
         first.leave({})
         second = made[0].join(store, 0, 2, 60.0, Ears())
         assert exchanged([second, ahead]) == [b"0", b"1"]
@@ -262,7 +262,7 @@ def test_processes_that_are_started_again() -> None:
         former[0].join(store, 0, 3, 60.0, Ears()).tell({"stale": 1})
         stale = former[1].join(store, 1, 3, 60.0, Ears())
         stale.agree("a", "plan", ["stale"])
-        until(lambda: stale.settled)
+        until(lambda: stale.part.settled)
     with channels(3) as made:
         # Early, while the former rank 0 could still have answered.
         members = {r: made[r].join(store, r, 3, 60.0, Ears()) for r in (1, 2)}
@@ -306,7 +306,7 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
     ears = [Ears(), Ears()]
     with group(2, store, ears=ears) as members:
         exchanged(members)
-        news = members[0]._space.below("news")
+        news = members[0].part.space.below("news")
         pending = members[1].exchange("f", b"1")
         agreement = members[1].agree("a", "the plan", [])
         entries = [
@@ -347,7 +347,7 @@ def test_a_writer_that_dies_between_two_operations_holds_up_nobody() -> None:
     ears = [Ears(), Ears()]
     with group(2, ears=ears) as members:
         exchanged(members)
-        news = members[0]._space.below("news")
+        news = members[0].part.space.below("news")
         late = news.add("n")
         members[0].tell({"i": 1})
         until(lambda: ears[1].heard_from == [(0, {"i": 1})])
@@ -365,7 +365,7 @@ def test_a_counter_that_makes_no_sense_ends_its_group_only() -> None:
         for members in groups:
             exchanged(members)
         pending = groups[0][1].exchange("f", b"")
-        store.set(groups[0][0]._space.below("news")._prefix + "n", b"many")
+        store.set(groups[0][0].part.space.below("news")._prefix + "n", b"many")
         groups[1][0].tell({"rings": 1})
         error = pending.exception(60)
         assert isinstance(error, TransportError)

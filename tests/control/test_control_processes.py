@@ -191,7 +191,7 @@ def test_the_server_ends(caplog: pytest.LogCaptureFixture) -> None:
         for future in [member.exchange("e", b"") for member in (*members, hosted)]:
             future.result(60)
         pending = [members[0].exchange("f", b""), members[0].agree("a", "plan", [])]
-        until(lambda: len(members[0]._meetings.open) == 2)
+        until(lambda: len(members[0].part.open) == 2)
         del server
         for future in pending:
             error = future.exception(60)

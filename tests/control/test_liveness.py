@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from control_ranks import Ears, channels, until
 
 from gradwire.control import liveness
-from gradwire.control.journal import Journal
-from gradwire.control.liveness import Processes, has_ended
-from gradwire.control.namespace import Namespace
+from gradwire.control.keys import Journal
+from gradwire.control.liveness import has_ended
 
 
 def test_this_process_is_there() -> None:
@@ -36,20 +36,25 @@ def test_a_process_is_over_once_it_has_ended_and_before_it_is_waited_for() -> No
     child.stdin.close()
 
 
-def test_ranks_of_this_machine_are_told_of() -> None:
-    space, garbled = Namespace(dist.HashStore(), "processes/"), []
+def test_ranks_of_this_machine_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     number, started = own = liveness.own()
     gone = number, started - 1
     here = liveness.machine()
-    for rank, process, where in ((1, own, here), (2, gone, "another"), (3, gone, here)):
-        with pytest.MonkeyPatch.context() as monkey:
-            monkey.setattr(liveness, "own", lambda told=process: told)
-            monkey.setattr(liveness, "machine", lambda told=where: told)
-            Processes(space, rank, 60.0, garbled.append)
-    mine = Processes(space, 0, 60.0, garbled.append)
-    assert mine.ended() == []
-    mine.read()
-    assert mine.ended() == [3]
-    Journal(space.below(here), 60.0).append(b"nonsense")
-    mine.read()
-    assert (mine.ended(), len(garbled)) == ([3], 1)
+    store = dist.HashStore()
+    with channels(1) as (channel,):
+        mine = channel.join(store, 0, 4, 60.0, Ears())
+        until(lambda: mine.part.settled)
+        assert mine.ended() == {}
+        for rank, process, where in ((1, own, here), (2, gone, "another"), (3, gone, here)):
+            with pytest.MonkeyPatch.context() as monkey:
+                monkey.setattr(liveness, "own", lambda told=process: told)
+                monkey.setattr(liveness, "machine", lambda told=where: told)
+                other = channel.join(store, rank, 4, 60.0, Ears())
+                until(lambda other=other: other.part.settled)
+        assert mine.part.dead() == []
+        assert mine.ended() == {3: []}
+        assert mine.part.dead() == [3]
+        processes = mine.part.space.below(f"processes/{here}")
+        Journal(processes, 60.0).append(b"nonsense")
+        assert mine.ended() == {3: []}
+    assert [record.args[1] for record in caplog.records] == [b"nonsense"]

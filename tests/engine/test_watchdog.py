@@ -153,7 +153,7 @@ def test_a_death_ends_all_waits_once_there_is_one_that_the_dead_rank_has_not_rea
         member: Any = comm.member
         if comm.rank == 2:
             member.exchange("first", b"")
-            until(lambda: member.settled and member._meetings.open)
+            until(lambda: member.part.settled and member.part.open)
             came.set()
             return
         assert came.wait(60)
@@ -161,8 +161,8 @@ def test_a_death_ends_all_waits_once_there_is_one_that_the_dead_rank_has_not_rea
             assert looked.wait(60)
         first = member.exchange("first", b"")
         looks, ended = [], member.ended
-        until(lambda: member._processes is not None)
-        member._processes.ended = lambda: [2]
+        until(lambda: member.part.settled)
+        member.part.dead = lambda: [2]
 
         def counted() -> Any:
             looks.append(ended())

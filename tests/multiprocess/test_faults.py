@@ -392,7 +392,7 @@ def a_collective(group: Any) -> Waiting:
 
 def an_agreement(group: Any) -> Waiting:
     module, member = ddp_over(group), groups.communicator(group).member
-    return partial(gw.attach, module), lambda: member and member._pending
+    return partial(gw.attach, module), lambda: member and member.part.open
 
 
 def a_measurement(group: Any) -> Waiting:

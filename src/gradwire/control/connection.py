@@ -20,11 +20,11 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.control.namespace import Namespace
+from gradwire.control.keys import Namespace
 
 log = logging.getLogger("gradwire")
 
@@ -38,23 +38,8 @@ _SLOWER = 1.5
 _WAITING_PER_S = 20_000
 _RESTING_PER_S = 2_500
 
+Posts = queue.SimpleQueue[Callable[[], object]]
 Address = tuple[Any, int | None]  # of a server: (host, port) of a TCPStore, else (key, None)
-
-
-class Subscriber(Protocol):
-    """One rank's part in one group, as the thread sees it."""
-
-    world_size: int
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a future is pending, so that the thread polls more often."""
-
-    def look(self, rung: bool) -> None:
-        """Called at every poll; `rung`: there are new entries."""
-
-    def lost(self, reason: str) -> bool:
-        """The store is gone: fail what is pending. Returns whether anything was."""
 
 
 class Connection:
@@ -67,35 +52,36 @@ class Connection:
 
     Attributes:
         address: of the server.
-        users: how many members share this; guarded by the lock of their Channel.
         root: gradwire's keys in the store; on the thread only, while the store is reachable.
         gone: why the store is lost, or None.
-        participants: the members whose groups use it; on the thread only.
+        participants: of the groups that use it, on the thread only: what is called at every poll,
+            with whether there are new entries, and returns whether a future is pending, so that
+            the thread polls more often; and what is called when the store is lost, with the
+            reason, and returns whether anything was pending, which it has to fail.
+        world_size: of the largest group so far.
+        thread: to be started; `connect`, and then `turn` until it returns False.
     """
 
     def __init__(self, store: Any, rung: Callable[[], None]) -> None:
         self.address = address_of(store)
-        self.users = 0
         self.root: Namespace
         self.gone: str | None = None
-        self.participants: list[Subscriber] = []
+        self.participants: dict[Callable[[bool], bool], Callable[[str], bool]] = {}
+        self.world_size = 1
         self._store = store
-        self._base: Any = None  # of a store other than TCPStore, so that its id stays its address
         self._client: Any = None
         self._prefixed: Any = None
         self._server = b""  # the server's random name
         self._watch: socket.socket | None = None
         self._rung = rung
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: Posts = queue.SimpleQueue()
         self._bell = 0
         self._must_ring = False
         self._must_look = False
+        self._must_wait = False
         self._stopping = False
         self._pause = 0.0
-        self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
 
     def submit(self, command: Callable[[], None]) -> bool:
         """Queue `command` for the thread; False once this is stopped.
@@ -112,19 +98,10 @@ class Connection:
         self._stopping = True
         self._commands.put(lambda: None)  # wakes it
 
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has ended, for at most `timeout` seconds."""
-        self._thread.join(timeout)
-
     @property
     def is_current(self) -> bool:
         """Whether the caller is the thread."""
-        return threading.current_thread() is self._thread
-
-    @property
-    def lives(self) -> bool:
-        """Whether this store is reachable: another may have taken its address."""
-        return self.gone is None and not self.is_broken
+        return threading.current_thread() is self.thread
 
     @property
     def is_broken(self) -> bool:
@@ -150,18 +127,16 @@ class Connection:
         ours, self._prefixed = self._prefixed, None
         return _own(store) if ours is None else ours
 
-    def ring(self) -> None:
-        """Make all processes that share the server read new entries."""
+    def ring(self, here: bool = False) -> None:
+        """Make all processes that share the server read new entries; with `here` this one, too,
+        even if no other participant has rung."""
         self._must_ring = True
-
-    def look(self) -> None:
-        """Read new entries even if the doorbell has not changed."""
-        self._must_look = True
+        self._must_look = self._must_look or here
 
     def turn(self) -> bool:
         """Wait for a command or the next poll, and handle it; False: the thread must end."""
         stopping = self._stopping  # then all that was submitted before is found
-        commands = self._next(0.0 if stopping else None if self.gone else self._pause)
+        commands = taken(self._commands, 0.0 if stopping else None if self.gone else self._pause)
         for command in commands:
             self._guarded(command)
         if stopping:
@@ -171,54 +146,37 @@ class Connection:
         self._pause = self._next_pause(_BUSY_S if commands or found else self._pause * _SLOWER)
         return True
 
-    def connect(self) -> None:
-        """Open the connection; before the first turn."""
-        self._guarded(self._connect)
-
     def _run(self) -> None:
-        self.connect()
+        self._guarded(self.connect)
         while self.turn():
             pass
 
-    def _next(self, seconds: float | None) -> list[Callable[[], None]]:
-        """The submitted commands; waits for one, at most so long."""
-        commands = []
-        with suppress(queue.Empty):
-            commands.append(self._commands.get(timeout=seconds))
-            while True:
-                commands.append(self._commands.get_nowait())
-        return commands
-
     def _next_pause(self, wanted: float) -> float:
-        size = max((p.world_size for p in self.participants), default=1)
-        rest = max(_IDLE_S, size / _RESTING_PER_S)
-        if not any(p.must_wait for p in self.participants):
-            return rest
-        return min(rest, max(wanted, size / _WAITING_PER_S))
+        rest = max(_IDLE_S, self.world_size / _RESTING_PER_S)
+        return min(rest, max(wanted, self.world_size / _WAITING_PER_S)) if self._must_wait else rest
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
         """What `step` returns; if the store fails, everything pending fails with that error.
 
         The step also runs after the store is lost: a command may add a future, which then fails.
         """
-        try:
-            if self.gone is None:
-                self.check()
-        except (RuntimeError, OSError) as error:
-            self._lose(str(error))
-        try:
-            return step()
-        except (RuntimeError, OSError) as error:
-            self._lose(str(error))
-        except Exception as error:
-            log.exception("gradwire: the control channel failed")
-            self._lose(repr(error))
+        found = None
+        for one in (self.check, step):
+            try:
+                found = one()
+            except (RuntimeError, OSError) as error:
+                self._lose(str(error))
+            except Exception as error:
+                log.exception("gradwire: the control channel failed")
+                self._lose(repr(error))
+        return found
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Open the connection; before the first turn."""
         self._watch = _watched(self.address)
         store, self._store = self._store, None
-        base = _without_prefixes(store)
-        self._base = None if isinstance(base, dist.TCPStore) else base
+        if self.address[1] is None:
+            self._store = _without_prefixes(store)  # kept, so that its id stays its address
         self._prefixed = _own(store)
         self._client = _without_prefixes(self._prefixed)
         self._server = _server(self._client)
@@ -253,8 +211,8 @@ class Connection:
         rung = bell != self._bell or self._must_look
         self._bell = bell
         self._must_look = False
-        for participant in list(self.participants):
-            participant.look(rung)
+        waits = [look(rung) for look in list(self.participants)]
+        self._must_wait = any(waits)
         self._ring()
         return rung
 
@@ -282,20 +240,30 @@ class Connection:
     def _end(self) -> None:
         self._guarded(self._ring)
         self._close("the control channel is closed: this process is ending")
-        for command in self._next(0.0):  # which were submitted meanwhile, and fail
+        for command in taken(self._commands, 0.0):  # which were submitted meanwhile, and fail
             self._guarded(command)
 
     def _close(self, reason: str) -> bool:
         """Drop the store, and fail what is pending; whether anything was."""
         self.gone = self.gone or reason
-        self._store = self._base = self._client = self._prefixed = None
+        self._store = self._client = self._prefixed = None
         vars(self).pop("root", None)
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        participants, self.participants = self.participants, []
-        waited = [participant.lost(self.gone) for participant in participants]
+        participants, self.participants = self.participants, {}
+        waited = [lost(self.gone) for lost in participants.values()]
         return any(waited)
+
+
+def taken(posts: Posts, seconds: float | None) -> list[Callable[[], object]]:
+    """What was posted; waits for the first, at most so long."""
+    found = []
+    with suppress(queue.Empty):
+        found.append(posts.get(timeout=seconds))
+        while True:
+            found.append(posts.get_nowait())
+    return found
 
 
 def address_of(store: Any) -> Address:

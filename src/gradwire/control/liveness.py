@@ -8,54 +8,12 @@ group, one for each machine's boot and PID namespace; peers read it when they wa
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-
-from gradwire.control.journal import Journal
-from gradwire.control.namespace import Namespace
 
 _STARTED = 19  # field of /proc/PID/stat, counted after the name, which may contain anything
 
 Process = tuple[int, int]  # its PID (0: unknown) and start time, in clock ticks since boot
-
-
-class Processes:
-    """The processes of a group's ranks on this machine.
-
-    Args:
-        space: keys in the group's store.
-        rank: this rank, whose process is told.
-        patience: seconds, see `Journal`.
-        garbled: called with an entry that cannot be parsed.
-    """
-
-    def __init__(
-        self, space: Namespace, rank: int, patience: float, garbled: Callable[[bytes], None]
-    ) -> None:
-        self._known: dict[int, Process] = {}  # by rank
-        self._garbled = garbled
-        self._journal: Journal | None = Journal(space.below(machine()), patience)
-        self._journal.append(json.dumps([rank, *own()]).encode())
-
-    def read(self) -> None:
-        """Read what ranks have told since; one small store operation, if there is nothing new."""
-        entry = b""
-        try:
-            for entry in () if self._journal is None else self._journal.new():
-                rank, number, started = map(int, json.loads(entry))
-                self._known[rank] = number, started
-        except (ValueError, TypeError, RecursionError):
-            self._garbled(entry)
-
-    def drop(self) -> None:
-        """Read no more: the store is lost, or the rank has left."""
-        self._journal = None
-
-    def ended(self) -> list[int]:
-        """The ranks that are known to have ended; thread-safe."""
-        return [rank for rank, process in list(self._known.items()) if has_ended(*process)]
 
 
 def own() -> Process:

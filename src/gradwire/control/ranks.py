@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from gradwire.control.channel import Member
 from gradwire.control.description import digest
-from gradwire.control.member import Member
 from gradwire.errors import ConfigError, TransportError, again, already_global
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Ranks:
     Attributes:
         size: how many ranks there are.
         rank: the place of this one in what they tell: the last group's number counts most.
+        check, fail: as above.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Ranks:
         keys = [key] * len(members) if isinstance(key, str) else key
         every = zip(members, keys, strict=True)
         self._members = [(member, key) for member, key in every if member is not None]
-        self._check, self._fail = check, fail
+        self.check, self.fail = check, fail
         self.size, self.rank = 1, 0
         for member, _ in self._members:
             self.rank += member.rank * self.size
@@ -70,7 +72,7 @@ class Ranks:
         Args:
             value: for JSON, at most 4 MiB in all that a rank tells in a group.
         """
-        return PendingResult(self._told(self._named(key), value), self._check, self._fail)
+        return PendingResult(self, self._told(self._named(key), value))
 
     def agree(self, key: str, what: str, lines: Sequence[str]) -> PendingResult[int]:
         """Verify that all ranks hold the same lines; see `Member.agree`.
@@ -82,7 +84,7 @@ class Ranks:
             The digest in the first group. Where two ranks of a group differ, all ranks of it, and
             of the groups after it, get a ConfigError with the first difference, and who holds what.
         """
-        return PendingResult(self._agreed(self._named(key), what, lines), self._check, self._fail)
+        return PendingResult(self, self._agreed(self._named(key), what, lines))
 
     def _named(self, key: str) -> list[tuple[Member, str]]:
         """The memberships, and the name of the next use of a key in each."""
@@ -122,26 +124,25 @@ class PendingResult(Generic[T]):
     """What ranks will have told, or agreed on.
 
     Args:
+        ranks: whose `check` and `fail` a wait calls.
         steps: that lead to it. Each begins when the one before has ended, whether this rank waits
             or not.
-        check, fail: see `Ranks`.
     """
 
-    def __init__(
-        self, steps: Steps[T], check: Callable[[], None], fail: Callable[[TransportError], None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, steps: Steps[T]) -> None:
         self._whole: Future[T] = Future()
-        self._steps, self._check, self._fail = steps, check, fail
+        self._ranks, self._steps = ranks, steps
         self._go_on()
 
     def _go_on(self, ended: Future[Any] | None = None) -> None:
         """Begin the next step."""
-        error = None if ended is None else ended.exception()
         try:
-            if error is not None:
+            if ended is None:
+                step = next(self._steps)
+            elif (error := ended.exception()) is not None:
                 step = self._steps.throw(error)
             else:
-                step = self._steps.send(None if ended is None else ended.result())
+                step = self._steps.send(ended.result())
         except StopIteration as end:
             self._whole.set_result(end.value)
         except Exception as error:
@@ -166,23 +167,18 @@ class PendingResult(Generic[T]):
             TimeoutError: after `timeout` seconds.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._ends_within(min(_POLL_S, end - time.monotonic())):
+        while True:
+            try:
+                with suppress(FutureTimeout):
+                    pause = max(0.0, min(_POLL_S, end - time.monotonic()))
+                    if (error := self._whole.exception(pause)) is None:
+                        return self._whole.result()
+                    raise again(error)
+                self._ranks.check()
+            except TransportError as error:
+                self._ranks.fail(error)
+                raise
             if check is not None:
                 check()
             if time.monotonic() >= end:
                 raise FutureTimeout
-        return self._whole.result()
-
-    def _ends_within(self, seconds: float) -> bool:
-        try:
-            try:
-                error = self._whole.exception(max(seconds, 0.0))
-            except FutureTimeout:
-                self._check()
-                return False
-            if error is not None:
-                raise again(error)
-            return True
-        except TransportError as error:
-            self._fail(error)
-            raise

@@ -48,7 +48,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Watchdog:
-    """A gradwire.control.Listener for one communicator."""
+    """The listener of one communicator; see `gradwire.control.Channel.join`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -244,7 +244,7 @@ class Watchdog:
     # ---- notices from peers --------------------------------------------------------------------
 
     def heard(self, sender: int, notice: Mapping[str, Any]) -> None:
-        """See gradwire.control.Listener."""
+        """See `gradwire.control.Channel.join`."""
         kind = notice.get("kind")
         if kind == "failed":
             self._heard_failed(sender, notice)
