@@ -164,7 +164,14 @@ class Decides:
                     "budget"
                 )
             methods = replace(methods, codec=found.budget)
-        return cls(found, replan or Replan()), methods
+        replan = replan or Replan()
+        if isinstance(model, FSDPModule) and replan.mixed:
+            raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
+        if isinstance(model, FSDPModule) and replan.weigh != "bytes":
+            raise ConfigError(
+                f"policy: Replan(weigh={replan.weigh!r}) is for DDP, which has buckets"
+            )
+        return cls(found, replan), methods
 
     def describe(self) -> list[str]:
         """For agreement."""
