@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from sharded_model import by_layer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -60,5 +62,61 @@ WRONG = [
 ]
 
 
-def test_what_one_rank_refuses() -> None:
-    together(2, *each(an_attach, *WRONG), deadline=25.0)
+def a_checkpoint(rank: int, folder: Path, damage: str) -> None:
+    """Nobody loads anything then."""
+    model = DDP(mlp())
+    handle = gw.attach(model, error_feedback=True)
+    model(torch.ones(2, 64)).sum().backward()
+    shared, path = folder / f"{damage} saved", folder / f"{damage} {rank}"
+    dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=shared)
+    shutil.copytree(shared, path)
+    saved = handle.checkpoint()
+    model(torch.ones(2, 64)).sum().backward()
+    before = handle.state_dict()["aggregators"]["0.weight"]["residual"]
+    said, key = "", "gradwire"
+    if rank == REFUSING:
+        if damage == "metadata":
+            (path / ".metadata").unlink()
+            said = "has no checkpoint"
+        elif damage == "facts":
+            saved[f"rank{rank}/facts"].zero_()
+            said = "is damaged or not complete"
+        else:
+            said, key = "has no state of a handle under 'other'", "other"
+    if damage == "facts":
+        path = folder / damage
+        dcp.save({"gradwire": saved}, checkpoint_id=path)
+    error = caught(lambda: handle.load_checkpoint(path, key))
+    assert isinstance(error, gw.ConfigError), error
+    assert said in str(error), error
+    if rank != REFUSING:
+        assert f"rank {REFUSING}: " in str(error), error
+    assert torch.equal(handle.state_dict()["aggregators"]["0.weight"]["residual"], before)
+    handle.load_checkpoint(shared)
+    assert handle.stats()["steps"] == 2
+
+
+def a_peer_that_ends_is_no_damaged_checkpoint(rank: int, folder: Path) -> None:
+    handle = gw.attach(DDP(mlp()))
+    dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=folder / "whole")
+
+    def load(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp, "load", load)
+        error = caught(lambda: handle.load_checkpoint(folder / "whole"))
+    assert isinstance(error, gw.TransportError), error
+    assert "Connection closed by peer" in str(error), error
+    assert "damaged" not in str(error), error
+    handle.load_checkpoint(folder / "whole")
+
+
+def test_what_one_rank_refuses(tmp_path: Path) -> None:
+    damages = [(tmp_path, damage) for damage in ("metadata", "facts", "key")]
+    together(
+        2,
+        *each(an_attach, *WRONG),
+        *each(a_checkpoint, *damages),
+        *each(a_peer_that_ends_is_no_damaged_checkpoint, tmp_path),
+    )
