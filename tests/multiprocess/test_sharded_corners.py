@@ -112,6 +112,23 @@ def training_goes_on_after_an_exception(rank: int) -> None:
         refuses("was detached", handle.recover)
 
 
+def every_step_after_an_exception_raises(rank: int) -> None:
+    """Until `recover`: FSDP2 itself leaves out gradients that it has not reduced then."""
+    model = by_layer(Acts())
+    handle = gw.attach(model, **OPTIONS)
+    loss(model, 0).backward()
+    assert isinstance(caught(loss(model, 0, True).backward), ValueError)
+    for _ in range(3):
+        error = caught(loss(model, 0).backward)
+        assert isinstance(error, gw.TransportError), error
+        assert "reset_iter_state() and the handle's recover()" in str(error)
+    model.reset_iter_state()
+    handle.recover()
+    loss(model, 0).backward()
+    assert handle.stats()["steps"] == 1
+    handle.detach()
+
+
 def passes_outside_autograd_are_passes(rank: int) -> None:
     """Pipeline schedules run backward without reductions, and reduce behind it."""
     model = by_layer(Acts())
@@ -209,6 +226,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     checks = [
         dcp_takes_checkpoints_not_handles,
         training_goes_on_after_an_exception,
+        every_step_after_an_exception_raises,
         passes_outside_autograd_are_passes,
         unused_parameters_have_a_mend,  # last: the group breaks
     ]

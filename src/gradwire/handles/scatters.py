@@ -89,7 +89,9 @@ class Scatters(Reductions):
         self._in_shards: int | None = None  # the least version among ranks that share a replica
         # Whether a scatter of the pass before, and of this one, told it to all of these.
         self._told = self._tells = False
-        self._backward = Backward(self._ended, self.abandon, self.after_forward, self._reduces)
+        # After an error, FSDP2 calls nothing in passes of groups that it had not finished.
+        of = self.abandon, self.after_forward, self._reduces, self._check_owners
+        self._backward = Backward(self._ended, *of)
         self._backward.watch(model)
         self._replaced: list[tuple[Any, Any, Any]] = []
         self._scatters: list[Scatter] = []
