@@ -174,8 +174,8 @@ class Decides:
         return cls(found, replan), methods
 
     def describe(self) -> list[str]:
-        """For agreement."""
-        return [repr(one) for one in (self.policy, self.replan, self.auto) if one is not None]
+        """For agreement: as many lines on all ranks."""
+        return [f"{name} {one!r}" for name, one in vars(self).items()]
 
     def check(self, plan: Plan, planned: Callable[[Rules], Plan]) -> None:
         """Raise ConfigError if what may be used from a plan on makes none.
