@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ranks import caught, each, together
+from ranks import caught, each, refuses, together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -60,6 +61,56 @@ WRONG = [
     (True, "weights", {"weights": "nonsense"}),
     (True, "mixed", {"policy": "lgreco", "replan": gw.Replan(mixed=True)}),
 ]
+
+
+def an_update(rank: int, sharded: bool) -> None:
+    """The plan before it stays in force, and the next update works."""
+    model = wrapped(sharded)
+    handle = gw.attach(model)
+
+    def step() -> None:
+        model(torch.ones(2, 64)).sum().backward()
+
+    step()
+    for wrong in ({"bits": 99}, {"codec": "auto"}, {"bit": 3}):
+        given: dict[str, Any] = wrong if rank == REFUSING else {"bits": 8}
+        error = caught(lambda given=given: handle.update(**given).wait())  # type: ignore[misc]
+        errors = [caught(step) for _ in range(4)]
+        (told,) = (one for one in errors if one is not None)  # at the same step on all ranks
+        assert f"rank {REFUSING} has 'refused: " in str(told), told
+        assert isinstance(error, gw.ConfigError), error
+        assert (error is told) == (rank != REFUSING), error
+    refuses("bits", lambda: handle.update(bits=99))
+    assert [caught(step) for _ in range(4)] == [None] * 4, "all ranks know it"
+    update = handle.update(bits=3)
+    update.wait()
+    for _ in range(4):
+        step()
+    assert update.in_force
+    assert handle.plan.parameters[0].codec.bits == 3  # type: ignore[union-attr]
+
+
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({}, {"policy": "lgreco"}, "policy None", "policy LGreco("),
+    ({"codec": "auto"}, {}, "auto Auto(", "auto None"),
+    (
+        {"codec": "auto"},
+        {"codec": "auto", "auto": gw.Auto(watch=7)},
+        "weigh='bytes'), trial=8, watch=50, changed=0.2)",
+        "weigh='bytes'), trial=8, watch=7, changed=0.2)",
+    ),
+]
+
+
+def what_differs(
+    rank: int, first: dict[str, Any], second: dict[str, Any], of_first: str, of_second: str
+) -> None:
+    """It is named by what it is, and shown without all that is alike."""
+    model, given = DDP(mlp()), second if rank == REFUSING else first
+    said = str(caught(lambda: gw.attach(model, **given)))
+    assert re.search(f"rank 0 has '[^;]*{re.escape(of_first)}", said), said
+    assert re.search(f"rank 1 has '[^;]*{re.escape(of_second)}", said), said
+    assert len(said) < 550, said
 
 
 def a_checkpoint(rank: int, folder: Path, damage: str) -> None:
@@ -117,6 +168,9 @@ def test_what_one_rank_refuses(tmp_path: Path) -> None:
     together(
         2,
         *each(an_attach, *WRONG),
+        *each(an_update, False, True),
+        *each(what_differs, *DIFFERENT),
         *each(a_checkpoint, *damages),
         *each(a_peer_that_ends_is_no_damaged_checkpoint, tmp_path),
+        deadline=60.0,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
-from itertools import zip_longest
-from os.path import commonprefix
+from itertools import takewhile, zip_longest
 
 _MOST_TEXT = 1 << 28
 _LONG, _SHOWN = 200, 60  # characters: lines that are shortened, and the parts that are shown
@@ -57,7 +56,8 @@ def difference(rank: int, mine: Lines, other: int, theirs: Lines) -> str:
     """An error text with the first line that differs; the descriptions must not be equal."""
     pairs = zip_longest(mine, theirs, fillvalue="(nothing)")
     both = next(pair for pair in pairs if pair[0] != pair[1])
-    at = len(commonprefix(both))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
+    at = sum(1 for _ in same)
     here, there = (_shortened(line, at) for line in both)
     return (
         f"ranks disagree on {mine[1]}: rank {rank} has '{here}', rank {other} has '{there}'. "
