@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_model import by_layer
 from torch import nn
@@ -61,6 +63,29 @@ WRONG = [
     (True, "weights", {"weights": "nonsense"}),
     (True, "mixed", {"policy": "lgreco", "replan": gw.Replan(mixed=True)}),
 ]
+
+
+def a_collective(rank: int, wrong: dict[str, Any], prepared: bool) -> None:
+    """Whether ranks have agreed on it before or not; and what all refuse stops none."""
+    group = dist.new_group()
+    x = torch.ones(64)
+
+    def run(**given: Any) -> BaseException | None:
+        return caught(lambda: gw.all_reduce(x, group=group, **given))
+
+    if prepared:
+        assert run() is None
+    for _ in range(2):
+        assert isinstance(run(**wrong), gw.ConfigError)
+    if rank != REFUSING:
+        assert run(name="other") is None, "a rank that comes later is waited for"
+    else:
+        time.sleep(1.5)
+        assert run(name="other") is None
+    error = run(**(wrong if rank == REFUSING else {}))
+    assert isinstance(error, gw.ConfigError), error
+    said = f"waits for a call that rank {REFUSING} has refused: "
+    assert (said in str(error)) == (rank != REFUSING), error
 
 
 def an_update(rank: int, sharded: bool) -> None:
@@ -168,6 +193,9 @@ def test_what_one_rank_refuses(tmp_path: Path) -> None:
     together(
         2,
         *each(an_attach, *WRONG),
+        *each(
+            a_collective, ({"bits": 99}, True), ({"seed": -1}, False), ({"op": "nonsense"}, True)
+        ),
         *each(an_update, False, True),
         *each(what_differs, *DIFFERENT),
         *each(a_checkpoint, *damages),
