@@ -155,12 +155,12 @@ class Switch:
 
     def _work(self, plan: Plan, update: Update, refused: ConfigError | None) -> None:
         try:
-            if refused is not None:
+            if refused is None:
+                self._prepare(plan)
+            else:
                 self._agree(f"plan {plan.version}", [f"refused: {refused}"])
-                raise refused
-            self._prepare(plan)
         except ConfigError as error:
-            self._refuse(plan, update, error, error is refused)
+            self._refuse(plan, update, error)
         except Detached:
             update._prepared.set_exception(ConfigError(f"{_WHAT}: the handle was detached"))
         except BaseException as error:
@@ -169,6 +169,9 @@ class Switch:
                 owner.comm.fail_owner(owner, error)
             update._prepared.set_exception(error)
         else:
+            if refused is not None:
+                self._refuse(plan, update, refused, known=True)
+                return
             with self._lock:
                 self._plans[plan.version] = plan
                 self._prepared = plan.version
@@ -211,7 +214,7 @@ class Switch:
         ranks = ranks_of(comms, keys, self.check, breaks=False)
         ranks.agree(name, _WHAT, said).result()
 
-    def _refuse(self, plan: Plan, update: Update, error: ConfigError, known: bool) -> None:
+    def _refuse(self, plan: Plan, update: Update, error: ConfigError, known: bool = False) -> None:
         """Refuse `plan`, on all ranks: its version gets the previous plan, and once it is in force,
         the next forward raises the error, unless all callers know it."""
         with self._lock:

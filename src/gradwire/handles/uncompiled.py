@@ -9,22 +9,19 @@ A rank on which target eager was asked for interprets them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from gradwire.engine import Communicator, ranks_of
-from gradwire.errors import ConfigError, GradwireError
+from gradwire.errors import ConfigError
 from gradwire.handles.arguments import Decides
 from gradwire.handles.bias import warn_once
 from gradwire.lang.kernels import MEND, announce, uncompiled
 from gradwire.planner import Plan, Rules
 
 _COMPILED, _LACKS, _REFUSED = range(3)  # what a rank tells; the greatest counts
-_TELLING_S = (
-    2.0  # until a refusal is known to be told: a process that ends sooner may take it along
-)
+_TELLING_S = 2.0  # for a refusal: a process that ends sooner may take it along
 _CALL = "the call of gw.attach"
 
 
@@ -77,11 +74,10 @@ def available(
 
 def refuse(comms: Sequence[Communicator], error: Exception) -> None:
     """In place of `available`: this rank's call raises an error, which its peers then raise there.
+    Where none refuses, that costs nothing; where all do, they meet here.
 
-    So a refusal costs the store nothing where there is none. If all ranks refuse alike, they meet
-    here.
+    Raises:
+        TransportError, TimeoutError: peers did not come in `_TELLING_S`; they are still told.
     """
-    what = error if isinstance(error, GradwireError) else repr(error)
-    mine = [_REFUSED, f"rank {comms[0].ranks[comms[0].rank]}: {what}"]
-    with suppress(GradwireError, TimeoutError):
-        ranks_of(comms, breaks=False).tell(_CALL, mine).result(timeout=_TELLING_S)
+    mine = [_REFUSED, f"rank {comms[0].ranks[comms[0].rank]}: {error}"]
+    ranks_of(comms, breaks=False).tell(_CALL, mine).result(timeout=_TELLING_S)
