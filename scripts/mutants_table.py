@@ -375,8 +375,8 @@ MUTANTS = (
     Mutant(
         "difference_in_another_line", "an error names a parameter that is alike",
         "gradwire/control/description.py",
-        "here, there = next((one, another) for one, another in pairs if one != another)",
-        "here, there = [(one, another) for one, another in pairs if one != another][-1]",
+        "both = next(pair for pair in pairs if pair[0] != pair[1])",
+        "both = [pair for pair in pairs if pair[0] != pair[1]][-1]",
         ("tests/control/test_control_agreement.py",),
     ),
     Mutant(

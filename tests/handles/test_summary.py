@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -136,6 +136,21 @@ def test_on_fsdp(rank: int) -> None:
     assert told == measured(handle, model)
     of_weights = handle.stats()["weights_wire_bytes"] / 4
     assert f"{told:,} bytes of gradients and {of_weights:,.0f} of weights per step" in str(handle)
+
+
+@on(3)
+def test_doubles(rank: int) -> None:
+    """No codec takes them, be it as weights or as gradients."""
+    for held, reduced in (("float64", None), ("float64", "float32"), ("float32", "float64")):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduced and getattr(torch, reduced))
+        model = fully_shard(mlp().to(getattr(torch, held)), mp_policy=policy)
+        handle = gw.attach(model, bits=4)
+        said = "uncompressed, since codecs take float32, float16 and bfloat16 alone: 6 parameters"
+        assert f"{said} in torch.float64" in str(handle)
+        backward(model, torch.ones(4, 20, dtype=getattr(torch, held)))
+        assert 0.7 < handle.stats()["ratio"] < 1.4  # shards differ
+        handle.detach()
+    assert "uncompressed, since" not in str(gw.attach(DDP(mlp())))
 
 
 @on(4)

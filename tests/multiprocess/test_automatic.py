@@ -84,6 +84,8 @@ def test_it_tries_settles_and_adapts(rank: int) -> None:
 
     clocked(handle, seconds)
     assert how(handle)["0.weight"] == "cast(dtype='bf16')"
+    trying = "auto: still trying none, bf16, qsgd:bits=4 in turn"
+    assert trying in str(handle)
     train(model, handle, lambda: handle.adaptation is not None and handle.adaptation.history)
     assert auto.setting == "qsgd:bits=4"
     assert "qsgd" in how(handle)["2.bias"], "what has a codec of its own keeps it"
@@ -97,6 +99,7 @@ def test_it_tries_settles_and_adapts(rank: int) -> None:
     assert [row["line"] for row in told if row["by"] == "auto"] == lines(handle)
     assert [row["line"] for row in told if row["by"] == "lgreco"]
     assert [row["step"] for row in told] == sorted(row["step"] for row in told)
+    assert trying not in str(handle)
     assert str(handle).endswith(f"lgreco, step {told[-1]['step']}: {told[-1]['line']}")
     slow.append(("qsgd", "qsgd"))
     train(model, handle, lambda: auto.setting in ("none", "bf16"))

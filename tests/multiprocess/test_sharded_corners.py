@@ -111,6 +111,23 @@ def test_training_goes_on_after_an_exception(rank: int) -> None:
         refuses("was detached", handle.recover)
 
 
+def test_every_step_after_an_exception_raises(rank: int) -> None:
+    """Until `recover`: FSDP2 itself leaves out gradients that it has not reduced then."""
+    model = by_layer(Acts())
+    handle = gw.attach(model, **OPTIONS)
+    loss(model, 0).backward()
+    assert isinstance(caught(loss(model, 0, True).backward), ValueError)
+    for _ in range(3):
+        error = caught(loss(model, 0).backward)
+        assert isinstance(error, gw.TransportError), error
+        assert "reset_iter_state() and the handle's recover()" in str(error)
+    model.reset_iter_state()
+    handle.recover()
+    loss(model, 0).backward()
+    assert handle.stats()["steps"] == 1
+    handle.detach()
+
+
 def test_passes_outside_autograd_are_passes(rank: int) -> None:
     """Pipeline schedules run backward without reductions, and reduce behind it."""
     model = by_layer(Acts())

@@ -9,8 +9,10 @@ all_gather_into_tensor: one tensor consists of world_size equal parts, of any si
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,9 +38,31 @@ from gradwire.groups import communicator
 from gradwire.lang import Codec, rng
 from gradwire.waiting import result_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _COUNTED = 1 << 62  # steps from here on belong to calls without a given step
 
 
+def _told(call: Callable[P, T]) -> Callable[P, T]:
+    """A public call: what it raises on one rank alone, its peers raise where they wait for it."""
+
+    @wraps(call)
+    def run(*arguments: P.args, **named: P.kwargs) -> T:
+        if not dist.is_initialized() and "group" not in named:
+            return call(*arguments, **named)  # which says so, or else what is wrong
+        comm = _communicator(named.get("group"))  # type: ignore[arg-type]
+        issued = comm.calls.core.issued
+        try:
+            return call(*arguments, **named)
+        except Exception as error:
+            if comm.calls.core.issued == issued:  # else peers end with it
+                comm.watchdog.refused(error)
+            raise
+
+    return run
+
+
+@_told
 def all_reduce(
     tensor: torch.Tensor,
     codec: str | Codec | None = "qsgd",
@@ -89,6 +113,7 @@ def all_reduce(
     return _run(comm, chosen, request, tensor, async_op, seed, step, name)
 
 
+@_told
 def reduce_scatter(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -138,6 +163,7 @@ def reduce_scatter(
     return _run(comm, chosen, request, output, async_op, seed, step, name)
 
 
+@_told
 def all_gather(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -176,6 +202,7 @@ def all_gather(
     return _run(comm, chosen, request, output, async_op, seed, step, name)
 
 
+@_told
 def broadcast(
     tensor: torch.Tensor,
     root: int = 0,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 _MOST_TEXT = 1 << 28
+_LONG, _SHOWN = 200, 60  # characters: lines that are shortened, and the parts that are shown
 
 Lines = Sequence[str]  # the world size, the name of the agreement, and the lines to compare
 
@@ -54,8 +55,20 @@ def unpacked(data: bytes) -> Lines:
 def difference(rank: int, mine: Lines, other: int, theirs: Lines) -> str:
     """An error text with the first line that differs; the descriptions must not be equal."""
     pairs = zip_longest(mine, theirs, fillvalue="(nothing)")
-    here, there = next((one, another) for one, another in pairs if one != another)
+    both = next(pair for pair in pairs if pair[0] != pair[1])
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
+    at = sum(1 for _ in same)
+    here, there = (_shortened(line, at) for line in both)
     return (
         f"ranks disagree on {mine[1]}: rank {rank} has '{here}', rank {other} has '{there}'. "
         "Give every rank the same model, options and seed"
     )
+
+
+def _shortened(line: str, at: int) -> str:
+    """The beginning of a long line, and what is around a place in it."""
+    if len(line) <= _LONG:
+        return line
+    first, end = max(at - _SHOWN, _SHOWN), at + _SHOWN
+    gap, rest = "..." * (first > _SHOWN), "..." * (end < len(line))
+    return f"{line[:_SHOWN]}{gap}{line[first:end]}{rest}"

@@ -117,11 +117,7 @@ class Auto:
     @property
     def known_codecs(self) -> list[Codec]:
         """The codecs themselves."""
-        found = []
-        for text in self.codecs:
-            codec, options = parse(text)
-            found.append(codec_table.get(codec, **options))
-        return found
+        return [codec_table.get(codec, **options) for codec, options in map(parse, self.codecs)]
 
 
 class Adaptable(Subject, Protocol):
@@ -141,11 +137,12 @@ class Automatic:
         history: what was decided, in order: pass; line; and where candidates were tried, tried: of
             each its setting, the seconds of a pass, and whether it is used from now on.
         setting: the candidate in use.
+        trying: those that are in use in turn; (): what was decided is.
     """
 
     def __init__(self, auto: Auto, on: Adaptable) -> None:
         self.history: list[dict[str, Any]] = []
-        self.setting = "bf16"
+        self.setting, self.trying = "bf16", auto.candidates
         self._auto, self._on = auto, on
         self._rules = on.plan.rules  # the user's
 
@@ -158,10 +155,8 @@ class Automatic:
                 seconds = yield from tried("auto", plans, *of, then=self._stop_policy)
                 best = worth(seconds)
                 chosen = self._auto.candidates[best]
-                compresses = chosen not in EXACT
-                then = self._start_policy if compresses else nothing
-                yield Use(plans[best], then)
-                self.setting = chosen
+                yield Use(plans[best], nothing if chosen in EXACT else self._start_policy)
+                self.setting, self.trying = chosen, ()
                 self._say_tried(seconds, best)
                 policy = self._on.adaptation
                 if policy is not None:
@@ -171,8 +166,10 @@ class Automatic:
                 changed = yield from self._changed()
                 if policy is not None:
                     policy.stop()
+                self.trying = self._auto.candidates
                 self._note(changed)
         except Exception as error:
+            self.trying = ()
             line = f"automatic mode has ended, {self.setting} stays: {error}"
             self._note(line, logging.WARNING, said_by_all=True)
             if isinstance(error, ConfigError):  # alike on all ranks; else the group is broken

@@ -7,6 +7,7 @@ error that names the rank and what it did, where
 - two ranks issued different rounds in one place, by digest;
 - two ranks wait for each other in two owners (engine/crossings.py);
 - a peer has left the group, or detached the owner, before a place where it is needed;
+- a peer has raised where this rank waits in a single collective;
 - a peer reports that it has failed, or that its backward pass ended early, or its forward, and it
   has not issued the round;
 - the process of a peer on this machine has ended, while this rank waits for a round, an exchange or
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,6 +61,9 @@ class Watchdog:
         self._broken: dict[str, GradwireError] = {}  # broken owners that are not open here yet
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
         self._left: dict[int, Mapping[str, int]] = {}  # peer -> {owner: tickets returned}
+        # Call of a user -> how many before it have raised here; peer -> its newest that has raised.
+        self._raised: Counter[int] = Counter()
+        self._refused: dict[int, Mapping[str, Any]] = {}
         self._blamed: dict[int, int] = {}  # failed peer -> the rank that it blames
         # Failed peer -> its error, and the rank in the whole job that it holds responsible.
         self._reasons: dict[int, tuple[str, int]] = {}
@@ -92,6 +97,14 @@ class Watchdog:
         error = self._broken.pop(owner.key, None)
         if error is not None:
             self._comm.end_owner(owner, error)
+
+    def refused(self, error: Exception) -> None:
+        """A user's call has raised before it issued anything here. All ranks may raise it, and go
+        on: so they count."""
+        at = self._comm.calls.core.issued
+        self._raised[at] += 1
+        text = _text(in_global_ranks(error, self._comm.ranks))
+        self._tell({"kind": "refused", "at": at, "count": self._raised[at], "text": text})
 
     def leave(self, frontier: Mapping[str, int]) -> None:
         """This rank leaves the group; `frontier`: owner -> tickets returned."""
@@ -230,6 +243,11 @@ class Watchdog:
                     "this rank waits for it: detach on all ranks at the same step"
                 )
             )
+        for peer, refused in list(self._refused.items()):
+            single = key == comm.calls.key and ticket == refused["at"]
+            if single and self._raised[ticket] < refused["count"]:
+                rank, text = comm.rank, refused["text"]
+                self._end_all(f"rank {rank} waits for a call that rank {peer} has refused: {text}")
         for peer, frontier in list(self._left.items()):
             if int(frontier.get(key, 0)) <= ticket:
                 comm.end(
@@ -256,6 +274,8 @@ class Watchdog:
             self._waits[sender] = notice["for"]
         elif kind == "left":
             self._left[sender] = dict(notice["frontier"])
+        elif kind == "refused":
+            self._refused[sender] = notice
         elif kind == "crossed":
             self._heard_crossed(sender, notice)
         elif kind == "differ":

@@ -164,11 +164,18 @@ class Decides:
                     "budget"
                 )
             methods = replace(methods, codec=found.budget)
-        return cls(found, replan or Replan()), methods
+        replan = replan or Replan()
+        if isinstance(model, FSDPModule) and replan.mixed:
+            raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
+        if isinstance(model, FSDPModule) and replan.weigh != "bytes":
+            raise ConfigError(
+                f"policy: Replan(weigh={replan.weigh!r}) is for DDP, which has buckets"
+            )
+        return cls(found, replan), methods
 
     def describe(self) -> list[str]:
-        """For agreement."""
-        return [repr(one) for one in (self.policy, self.replan, self.auto) if one is not None]
+        """For agreement: as many lines on all ranks."""
+        return [f"{name} {one!r}" for name, one in vars(self).items()]
 
     def check(self, plan: Plan, planned: Callable[[Rules], Plan]) -> None:
         """Raise ConfigError if what may be used from a plan on makes none.

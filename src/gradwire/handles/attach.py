@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,13 @@ from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError, check_keywords
+from gradwire.groups import communicator
 from gradwire.handles.alone import attach_alone
 from gradwire.handles.arguments import Decides, Methods, WeightsGiven, read_plan
-from gradwire.handles.ddp import COALESCE_BYTES, plan_ddp
+from gradwire.handles.ddp import COALESCE_BYTES, Planned, plan_ddp
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
+from gradwire.handles.uncompiled import refuse
 from gradwire.handles.wrapped import in_hand
 from gradwire.planner.files import PlanFile
 from gradwire.planner.rules import check_coalesce_bytes
@@ -30,6 +33,7 @@ if TYPE_CHECKING:  # loaded on use: most handles have no policy
     from gradwire.controllers import Policy
     from gradwire.controllers.replan import Replan
     from gradwire.decide.auto import Auto
+    from gradwire.handles.sharded_attach import PlannedShards
 
 log = logging.getLogger("gradwire")
 
@@ -133,49 +137,70 @@ def attach(
             algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
             disagree (the first parameter that differs is named).
     """
-    check_keywords(attach, codec_options, OPTIONS)
-    sent = options_of(options, algorithm)
-    check_seed(seed)
-    check_coalesce_bytes(coalesce_bytes)
     model = in_hand(model)
-    methods = Methods(codec, codec_options, include, exclude, codecs, error_feedback)
-    gathered = WeightsGiven(weights, keep)
-    pinned = None
-    if plan is not None:
-        pinned = read_plan(plan, gathered)
-        methods, gathered = methods.pinned(pinned), replace(gathered, by=pinned.weights_by_name())
-        if pinned.planned and isinstance(model, FSDPModule):
-            raise ConfigError("attach: plan: gradwire plan has planned for DDP, not for FSDP2")
-        if algorithm is None:
-            sent = pinned.options(sent)
-        if coalesce_bytes == COALESCE_BYTES:
-            coalesce_bytes = pinned.planned.get("coalesce_bytes", coalesce_bytes)
-    decides, methods = Decides.of(policy, replan, auto, methods, model)
-    if isinstance(model, FSDPModule):
-        if coalesce_bytes != COALESCE_BYTES:
-            raise ConfigError(
-                "attach: coalesce_bytes is for DDP's buckets; FSDP2 scatters group by group: leave "
-                "it out"
-            )
-        from gradwire.handles.sharded_attach import plan_sharded  # a DDP script does not load it
+    with _refusing(model, weights is not None or plan is not None):
+        check_keywords(attach, codec_options, OPTIONS)
+        sent = options_of(options, algorithm)
+        check_seed(seed)
+        check_coalesce_bytes(coalesce_bytes)
+        methods = Methods(codec, codec_options, include, exclude, codecs, error_feedback)
+        gathered = WeightsGiven(weights, keep)
+        pinned = None
+        if plan is not None:
+            pinned = read_plan(plan, gathered)
+            methods = methods.pinned(pinned)
+            gathered = replace(gathered, by=pinned.weights_by_name())
+            if pinned.planned and isinstance(model, FSDPModule):
+                raise ConfigError("attach: plan: gradwire plan has planned for DDP, not for FSDP2")
+            if algorithm is None:
+                sent = pinned.options(sent)
+            if coalesce_bytes == COALESCE_BYTES:
+                coalesce_bytes = pinned.planned.get("coalesce_bytes", coalesce_bytes)
+        decides, methods = Decides.of(policy, replan, auto, methods, model)
+        planned: PlannedShards | Planned
+        if isinstance(model, FSDPModule):
+            if coalesce_bytes != COALESCE_BYTES:
+                raise ConfigError(
+                    "attach: coalesce_bytes is for DDP's buckets; FSDP2 scatters group by group: "
+                    "leave it out"
+                )
+            from gradwire.handles.sharded_attach import plan_sharded  # a DDP script has none
 
-        rules = methods.rules(sharded=True)
-        used = gathered.rules()
-        shards = plan_sharded(model, rules, weights=used, options=sent, pinned=pinned)
-        made = shards.handle(seed, decides)
-    elif isinstance(model, DistributedDataParallel):
-        gathered.refuse()
-        planned = plan_ddp(model, methods.rules(), sent, coalesce_bytes, pinned)
-        if hook_state(model).reducer is not None:
-            raise ConfigError(
-                "this module already has a handle attached: call its detach() before attaching "
-                "again"
-            )
-        made = planned.handle(seed, decides)
-    else:
-        gathered.rules()  # for FSDP2, which is not used in a single process
-        made = attach_alone(model, methods.rules(), (sent, coalesce_bytes), seed, pinned, decides)
-    return _told(made, pinned)
+            rules, used = methods.rules(sharded=True), gathered.rules()
+            planned = plan_sharded(model, rules, weights=used, options=sent, pinned=pinned)
+        elif isinstance(model, DistributedDataParallel):
+            gathered.refuse()
+            planned = plan_ddp(model, methods.rules(), sent, coalesce_bytes, pinned)
+            if hook_state(model).reducer is not None:
+                raise ConfigError(
+                    "this module already has a handle attached: call its detach() before attaching "
+                    "again"
+                )
+        else:
+            gathered.rules()  # for FSDP2, which is not used in a single process
+            of = methods.rules(), (sent, coalesce_bytes), seed, pinned, decides
+            return _told(attach_alone(model, *of), pinned)
+    return _told(planned.handle(seed, decides), pinned)
+
+
+@contextmanager
+def _refusing(model: torch.nn.Module, gathers: bool) -> Iterator[None]:
+    """What is raised within it on one rank alone is told to its peers, who wait for this rank.
+
+    Args:
+        gathers: whether weights are gathered through codecs.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # of a module over no group that could have a handle
+            if isinstance(model, DistributedDataParallel):
+                refuse([communicator(model.process_group)], error)
+            elif isinstance(model, FSDPModule):
+                from gradwire.handles.sharded_attach import comms_of
+
+                refuse(comms_of(model, gathers), error)
+        raise
 
 
 def _told(made: Handle, pinned: PlanFile | None) -> Handle:

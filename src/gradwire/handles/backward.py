@@ -38,6 +38,7 @@ class Backward:
         abandoned: called when one of them ends with an exception.
         forward: called after the module's forward; it may raise.
         reduces: whether a backward of the module reduces gradients with peers.
+        begins: called as each of autograd's passes begins; it may raise.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Backward:
         reduces: Callable[[torch.nn.Module], bool] = lambda ddp: bool(
             ddp.require_backward_grad_sync
         ),
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
         self.forward = forward
         self.reduces = reduces
-        self._ended = ended
+        self._ended, self._begun = ended, begins
         self._abandoned = abandoned
         self._current = _NONE
         self._hook: Any = None
@@ -82,6 +84,7 @@ class Backward:
         """Make the running pass of autograd call `ended` at its end; False: no pass is running."""
         current = running()
         if current not in (_NONE, self._current):
+            self._begun()
             # Runs before DDP checks its futures, which would turn an error into a RuntimeError.
             Variable._execution_engine.queue_callback(_Guard(self._ended, self._abandoned))
         self._current = current

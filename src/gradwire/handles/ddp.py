@@ -42,7 +42,6 @@ class Planned:
     ) -> Handle:
         """Attach as the user's `call`; raises ConfigError if ranks disagree, or a policy has no
         choice."""
-        decides.check(self.plan, self._planned)
         comm, state = communicator(self.model.process_group), hook_state(self.model)
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += decides.describe()

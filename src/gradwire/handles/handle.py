@@ -132,10 +132,6 @@ class Handle(Saved):
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
-        for name in _FIXED.intersection(codec_options):
-            raise ConfigError(f"update: {name} is as `attach` was told: detach and attach again")
-        if codec == "auto":
-            raise ConfigError('update: "auto" is for attach: detach and attach again')
         others: dict[str, Any] = {}  # of one kind of module each
         if coalesce_bytes is not None:
             others["coalesce_bytes"] = coalesce_bytes
@@ -144,16 +140,22 @@ class Handle(Saved):
         on = self._reductions
 
         def changed(before: Plan) -> Plan:
-            plan = with_options(replace(before, version=before.version + 1), options, algorithm)
-            plan = on.changed(plan, others)
-            rules = before.rules.changed(codec_options, **on.methods(given, codec_options))
-            return on.remade(plan, rules)
+            for name in _FIXED.intersection(codec_options):
+                raise ConfigError(
+                    f"update: {name} is as `attach` was told: detach and attach again"
+                )
+            if codec == "auto":
+                raise ConfigError('update: "auto" is for attach: detach and attach again')
+            try:
+                plan = with_options(replace(before, version=before.version + 1), options, algorithm)
+                plan = on.changed(plan, others)
+                rules = before.rules.changed(codec_options, **on.methods(given, codec_options))
+                return on.remade(plan, rules)
+            except ConfigError:  # a method that is known only now may have such an option
+                check_keywords(Handle.update, codec_options, OPTIONS, _FIXED)
+                raise
 
-        try:
-            return on.switch.ask(changed)
-        except ConfigError:  # a method that is known only now may have such an option
-            check_keywords(Handle.update, codec_options, OPTIONS, _FIXED)
-            raise
+        return on.switch.ask(changed)
 
     def _check_attached(self, verb: str) -> None:
         if not self._reductions.installed:

@@ -23,7 +23,7 @@ from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.handles.bias import warn_of_bias
 from gradwire.handles.metrics import Metrics
-from gradwire.handles.summary import Expected
+from gradwire.handles.summary import Expected, unfit
 from gradwire.handles.switch import Switch
 from gradwire.planner import Plan, Rules
 from gradwire.state.state import UNSHARDED, StateSection
@@ -57,6 +57,7 @@ class Reductions:
         adaptation: of a policy, which is given averages; None: there is none at work.
         automatic: mode; None: it is not asked for.
         decisions: of both, see `Handle.history`.
+        reduced: the dtype of gradients, by name, where it may not be the parameter's.
     """
 
     what: ClassVar[str]  # is attached, in words
@@ -78,6 +79,7 @@ class Reductions:
         self.adaptation: Adaptation | None = None
         self.automatic: Automatic | None = None
         self.decisions: list[dict[str, Any]] = []
+        self.reduced: Mapping[str, torch.dtype] = {}
         self._lock = threading.Lock()
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0) | dict.fromkeys(_SECONDS, 0.0)
         self._version = plan.version  # that this rank offers in the running pass
@@ -346,7 +348,9 @@ class Reductions:
 
     def remarks(self) -> list[str]:
         """What a summary says besides the plan."""
-        return []
+        found = unfit(self.plan, self.reduced)
+        trying = () if self.automatic is None else self.automatic.trying
+        return [*found, f"auto: still trying {', '.join(trying)} in turn"] if trying else found
 
     def expected(self) -> Expected:
         """Bytes of a step."""

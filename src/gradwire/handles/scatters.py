@@ -83,13 +83,16 @@ class Scatters(Reductions):
         self.sharding = Sharding(shapes, trained.dims(), groups.shards)
         self.idle = groups.size == 1
         self._trained = trained
+        self.reduced = {name: dtype for of in trained.shards() for name, _, dtype in of}
         self._records = {name: parameter for parameter, name in trained.names.items()}
         self._pass = running()
         self._begun: set[int] = set()  # what has reduced in this pass
         self._in_shards: int | None = None  # the least version among ranks that share a replica
         # Whether a scatter of the pass before, and of this one, told it to all of these.
         self._told = self._tells = False
-        self._backward = Backward(self._ended, self.abandon, self.after_forward, self._reduces)
+        # After an error, FSDP2 calls nothing in passes of groups that it had not finished.
+        told = self.abandon, self.after_forward, self._reduces, self._check_owners
+        self._backward = Backward(self._ended, *told)
         self._backward.watch(model)
         self._replaced: list[tuple[Any, Any, Any]] = []
         self._scatters: list[Scatter] = []
@@ -433,7 +436,7 @@ class Scatters(Reductions):
         return NO_STATS if self.weights is None else self.weights.stats()
 
     def remarks(self) -> list[str]:
-        return [] if self.weights is None else self.weights.remarks()
+        return super().remarks() + ([] if self.weights is None else self.weights.remarks())
 
     def expected(self) -> Expected:
         plan, found = self.switch.plan, Expected(0, 0)

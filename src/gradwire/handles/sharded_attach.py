@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,12 +15,11 @@ import torch.distributed as dist
 
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
-from gradwire.engine import ranks_of
-from gradwire.errors import ConfigError
+from gradwire.engine import Communicator, ranks_of
 from gradwire.groups import communicator
 from gradwire.handles.arguments import Decides
 from gradwire.handles.bias import warn_of_bias
-from gradwire.handles.fsdp import Groups, gather_group, process_groups
+from gradwire.handles.fsdp import Groups, gather_group, parameter_groups, process_groups
 from gradwire.handles.handle import Handle
 from gradwire.handles.scatters import Scatters
 from gradwire.handles.sharded_plan import (
@@ -58,22 +58,11 @@ class PlannedShards:
     ) -> Handle:
         """Attach, with a policy or none, as the user's `call`; raises ConfigError if ranks
         disagree, or the policy has no choice."""
-        replan = decides.replan
-        if replan is not None and replan.mixed:
-            raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
-        if replan is not None and replan.weigh != "bytes":
-            raise ConfigError(
-                f"policy: Replan(weigh={replan.weigh!r}) is for DDP, which has buckets"
-            )
-        decides.check(self.plan, self._planned)
         groups, plan = self.trained.groups, self.plan
-        count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
+        count = _counts.get(groups.all[0], 0) + 1
         agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
         agreed += decides.describe()
-        told = [*groups.all]
-        if plan.weights is not None:
-            told.append(gather_group(self.trained.records[0]))
-        comms = [communicator(group) for group in dict.fromkeys(told)]
+        comms = _comms(groups, self.trained.records[0], plan.weights is not None)
         device = self.trained.records[0].device
         plan = available(plan, self._planned, device, comms, decides)
         if plan.weights is not None and plan.weights.keep is None:
@@ -83,6 +72,7 @@ class PlannedShards:
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
         agreed += plan.describe()
         ranks_of(comms).agree("agreement", "the call of gw.attach", agreed).result()
+        _counts[groups.all[0]] = count
         warn_of_bias(plan, groups.size, call)
         members = members_of(plan, seed, groups.rank, count)
         name = comms[0].handle_name(original(self.model), plan.parameters[0].name)
@@ -101,6 +91,21 @@ class PlannedShards:
         return make_sharded_plan(
             of.named, rules, of.groups.size, weights=plan.weights, options=plan.options
         )
+
+
+def comms_of(model: torch.nn.Module, gathers: bool) -> list[Communicator]:
+    """Over which ranks agree on a call of `attach` that may fail before it has a plan.
+
+    Args:
+        gathers: whether weights are gathered through codecs.
+    """
+    _, record = next(parameter_groups(model))
+    return _comms(process_groups(record), record, gathers)
+
+
+def _comms(groups: Groups, record: Any, gathers: bool) -> list[Communicator]:
+    gathered = [gather_group(record)] if gathers else []
+    return [communicator(group) for group in dict.fromkeys([*groups.all, *gathered])]
 
 
 def payloads_fit(trained: Trained, plan: Plan) -> bool:

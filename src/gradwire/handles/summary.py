@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from gradwire.aggregators import Aggregator, Compressed, Dense, Encoded
 from gradwire.aggregators.registry import REGISTRY
 from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.collectives.compile import algorithm_of, cut
-from gradwire.collectives.legal import uncompressed
+from gradwire.collectives.legal import FLOATS, uncompressed
 from gradwire.collectives.packing import expected
 from gradwire.engine import Communicator
 from gradwire.engine.topology import Topology
@@ -133,7 +134,8 @@ def _spec(p: ParameterPlan, numel: int, dtype: torch.dtype, operation: Operation
         numel, dtype = 2 * numel, dtype.to_real()
     if isinstance(p.inner, Dense) and p.inner.dtype is not None:
         dtype = p.inner.dtype
-    codec = uncompressed(operation, dtype) if p.codec is None else p.codec
+    codec = p.codec if dtype in FLOATS else None
+    codec = uncompressed(operation, dtype) if codec is None else codec
     return Spec(p.name, numel, dtype, codec, p.feedback, p.rotation)
 
 
@@ -192,6 +194,18 @@ def summary(
             f"{plan.rules.uncompiled}; {MEND}"
         )
     return "\n".join(lines)
+
+
+def unfit(plan: Plan, reduced: Mapping[str, torch.dtype]) -> list[str]:
+    """Lines about parameters whose dtype, or that of their gradients, no codec takes.
+
+    Args:
+        reduced: the dtype of gradients, by name, where it may be another.
+    """
+    pairs = [(p.dtype, reduced.get(p.name, p.dtype)) for p in plan.parameters]
+    found = Counter(dtype for pair in pairs for dtype in {*pair}.difference(FLOATS))
+    said = "uncompressed, since codecs take float32, float16 and bfloat16 alone"
+    return [f"{said}: {n:,} parameters in {dtype}" for dtype, n in found.items()]
 
 
 def headline(what: str, plan: Plan, rank: int, ranks: int) -> str:

@@ -124,31 +124,41 @@ class Switch:
     # ---- requests and preparation --------------------------------------------------------------
 
     def ask(self, make: Callable[[Plan], Plan]) -> Update:
-        """Request a plan, made by `make` from the newest one: prepare it, and adopt it.
+        """Request a plan, made by `make` from the newest one: prepare it, and adopt it. What `make`
+        raises refuses this version on all ranks, on which it may have raised nothing.
 
         Raises:
             ConfigError: raised by `make`; or the handle has had `MOST_VERSIONS` updates.
         """
         with self._lock:
-            plan = make(self.newest)
-            if plan.version >= MOST_VERSIONS:
+            if self.newest.version + 1 >= MOST_VERSIONS:
                 raise ConfigError(
                     f"a handle has at most {MOST_VERSIONS} updates: detach and attach again"
                 )
+            refused = None
+            try:
+                plan = make(self.newest)
+            except ConfigError as error:
+                plan, refused = replace(self.newest, version=self.newest.version + 1), error
             self.newest = plan
             update = Update(plan.version, self)
             self._asked = [*(u for u in self._asked if not u.over), update]
-            self._lane.put(self._work, plan, update)
-            return update
+            self._lane.put(self._work, plan, update, refused)
+        if refused is not None:
+            raise refused
+        return update
 
     def pending(self) -> list[Update]:
         """The updates that are not over, oldest first; none once the handle is detached."""
         with self._lock:
             return [] if self._closed else [*(u for u in self._asked if not u.over)]
 
-    def _work(self, plan: Plan, update: Update) -> None:
+    def _work(self, plan: Plan, update: Update, refused: ConfigError | None) -> None:
         try:
-            self._prepare(plan)
+            if refused is None:
+                self._prepare(plan)
+            else:
+                self._agree(f"plan {plan.version}", [f"refused: {refused}"])
         except ConfigError as error:
             self._refuse(plan, update, error)
         except Detached:
@@ -159,6 +169,9 @@ class Switch:
                 owner.comm.fail_owner(owner, error)
             update._prepared.set_exception(error)
         else:
+            if refused is not None:
+                self._refuse(plan, update, refused, known=True)
+                return
             with self._lock:
                 self._plans[plan.version] = plan
                 self._prepared = plan.version
@@ -201,17 +214,19 @@ class Switch:
         ranks = ranks_of(comms, keys, self.check, breaks=False)
         ranks.agree(name, _WHAT, said).result()
 
-    def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:
+    def _refuse(self, plan: Plan, update: Update, error: ConfigError, known: bool = False) -> None:
         """Refuse `plan`, on all ranks: its version gets the previous plan, and once it is in force,
-        the next forward raises the error."""
+        the next forward raises the error, unless all callers know it."""
         with self._lock:
             same = replace(self._plans[self._prepared], version=plan.version)
             if self.newest is plan:
                 self.newest = same
             self._plans[plan.version] = same
             self._prepared = plan.version
-            self._refused[plan.version] = error
-        log.error("%s", error)
+            if not known:
+                self._refused[plan.version] = error
+        if not known:
+            log.error("%s", error)
         update._prepared.set_exception(error)
 
     def refusal(self) -> ConfigError | None:

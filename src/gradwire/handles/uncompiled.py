@@ -21,6 +21,8 @@ from gradwire.lang.kernels import MEND, announce, uncompiled
 from gradwire.planner import Plan, Rules
 
 _COMPILED, _LACKS, _REFUSED = range(3)  # what a rank tells; the greatest counts
+_TELLING_S = 2.0  # for a refusal: a process that ends sooner may take it along
+_CALL = "the call of gw.attach"
 
 
 def available(
@@ -40,20 +42,20 @@ def available(
         decides: what will choose other methods than the plan's.
 
     Raises:
-        ConfigError: nothing stands in for a method, or a rank may not compile where it would.
+        ConfigError: nothing stands in for a method, a rank may not compile where it would, a policy
+            has no choice, or a rank has refused the call.
         TransportError: a peer did not answer.
     """
     told, refused = None, None
-    if device.type == "cpu" and plan.options.target == "auto":
-        try:
+    try:
+        decides.check(plan, planned)
+        if device.type == "cpu" and plan.options.target == "auto":
             told = uncompiled(dict.fromkeys(decides.encoders(plan)))
-        except ConfigError as error:  # of this rank's environment: others wait for this one
-            refused = error
-    rank = comms[0].ranks[comms[0].rank]
-    mine = [_COMPILED if told is None else _LACKS, f"rank {rank}: {told}"]
-    if refused is not None:
-        mine = [_REFUSED, f"rank {rank}: {refused}"]
-    kind, reason = max(ranks_of(comms).tell("compiled kernels", mine).result())
+    except ConfigError as error:  # of this rank's arguments or environment: others wait for it
+        refused = error
+    kind = _REFUSED if refused else _COMPILED if told is None else _LACKS
+    mine = [kind, f"rank {comms[0].ranks[comms[0].rank]}: {refused or told}"]
+    kind, reason = max(ranks_of(comms).tell(_CALL, mine).result())
     if kind == _REFUSED:
         raise refused or ConfigError(reason)
     alone = all(comm.world_size == 1 for comm in comms)  # which sends nothing
@@ -68,3 +70,14 @@ def available(
     if told is not None:
         announce(told, told=True)
     return made
+
+
+def refuse(comms: Sequence[Communicator], error: Exception) -> None:
+    """In place of `available`: this rank's call raises an error, which its peers then raise there.
+    Where none refuses, that costs nothing; where all do, they meet here.
+
+    Raises:
+        TransportError, TimeoutError: peers did not come in `_TELLING_S`; they are still told.
+    """
+    mine = [_REFUSED, f"rank {comms[0].ranks[comms[0].rank]}: {error}"]
+    ranks_of(comms, breaks=False).tell(_CALL, mine).result(timeout=_TELLING_S)

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from gradwire.collectives.calling import check_seed
 from gradwire.control import digest
 from gradwire.engine import Communicator, Issue, Ticket, ranks_of, run_with_peers
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.groups import communicator
 
 State = Mapping[str, Any]
+T = TypeVar("T")
 
 _HEADER = {
     "version": int,
@@ -335,19 +336,80 @@ def _begin(rank: int, part: int | None) -> str:
 
 
 def read_states(
-    path: str | os.PathLike[str], key: str, rank: int, world_size: int, part: int | None
-) -> list[dict[str, Any]]:
-    """What a rank needs of a checkpoint: its own state, or those of all ranks of another number.
-    Collective, as `dcp.load` is.
+    path: str | os.PathLike[str],
+    key: str,
+    rank: int,
+    world_size: int,
+    part: int | None,
+    use: Callable[[Sequence[State]], T],
+) -> T:
+    """What `use` makes of what a rank needs of a checkpoint: its own state, or those of all ranks
+    of another number. Collective, as `dcp.load` is: what raises on one rank does on all.
 
     Args:
         part: of the job, of this rank's handle; see `StateGather.part`.
 
     Raises:
         ConfigError: there is no checkpoint, none of a handle under this key, one of another number
-            of parts, or one that is not complete.
+            of parts, or one that is not complete; or what `use` raises.
+        TransportError: a rank did not make the call, or has failed.
     """
     reader = dcp.FileSystemReader(path)
+    parts = _on_all(path, lambda: _saved_parts(path, key, reader))
+    saved_part = _same_part(parts, part)
+    found = parts[saved_part]
+    wanted = [rank] if len(found) == world_size and rank in found else sorted(found)
+    keys = {name: tensor for one in wanted for name, tensor in found[one].items()}
+
+    def used() -> T:
+        try:
+            dcp.load({key: keys}, storage_reader=reader)
+        except RuntimeError as error:  # of torch's collectives: what reading raises is told in them
+            raise TransportError(
+                f"load_checkpoint: {path} was not read together: {_in_a_line(error)}: see whether "
+                "another rank has failed"
+            ) from error
+        states = [from_keys(keys, _begin(one, saved_part)) for one in wanted]
+        if any(state.get("world_size") != len(found) for state in states):
+            raise ConfigError(
+                f"load_checkpoint: {path} has the states of {len(found)} ranks, not of all "
+                f"{states[0].get('world_size')}: save handle.checkpoint() on every rank"
+            )
+        return use(states)
+
+    return _on_all(path, used)
+
+
+def _on_all(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
+    """What a step returns, once it has raised on no rank of the job: else it raises on all."""
+    said: str | None = None
+    try:
+        made = step()
+    except TransportError:
+        raise
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        refused = error
+        if not isinstance(error, GradwireError):
+            what = f"{path} is damaged or not complete: {_in_a_line(error)}: load an older one"
+            refused = ConfigError(f"load_checkpoint: {what}")
+        said = str(refused).removeprefix("load_checkpoint: ")
+    job = [communicator()] if dist.is_initialized() else []
+    for rank, text in enumerate(ranks_of(job).tell("load_checkpoint", said).result()):
+        if said is not None:
+            raise refused from None
+        if text is not None:
+            raise ConfigError(f"load_checkpoint: rank {rank}: {text}")
+    return made
+
+
+def _saved_parts(
+    path: str | os.PathLike[str], key: str, reader: dcp.FileSystemReader
+) -> dict[int | None, dict[int, dict[str, torch.Tensor]]]:
+    """By part of the job and rank, empty tensors for what is saved, by key.
+
+    Raises:
+        KeyError: a rank or its facts were left out.
+    """
     try:
         metadata: Metadata = reader.read_metadata()
         of_key = metadata.state_dict_metadata
@@ -368,30 +430,12 @@ def read_states(
             f"load_checkpoint: {path} has no state of a handle under {key!r}: save "
             f"{{{key!r}: handle.checkpoint()}} with it, or name its key"
         )
-    saved_part = _same_part(parts, part)
-    found = parts[saved_part]
-    saved = len(found)
-    wanted = [rank] if saved == world_size and rank in found else sorted(found)
-    keys = {name: tensor for one in wanted for name, tensor in found[one].items()}
-    try:
-        # Without facts, or with a rank left out, it fails on all ranks alike.
-        if sorted(found) != list(range(saved)):
+    for part, found in parts.items():
+        if sorted(found) != list(range(len(found))):
             raise KeyError(f"the states of ranks {sorted(found)} alone")
         for one, tensors in found.items():
-            tensors[_begin(one, saved_part) + _FACTS]
-        dcp.load({key: keys}, storage_reader=reader)
-        states = [from_keys(keys, _begin(one, saved_part)) for one in wanted]
-    except (Exception, CheckpointException) as error:  # which is no Exception
-        raise ConfigError(
-            f"load_checkpoint: {path} is damaged or not complete: {_in_a_line(error)}: load an "
-            "older one"
-        ) from None
-    if any(state.get("world_size") != saved for state in states):
-        raise ConfigError(
-            f"load_checkpoint: {path} has the states of {saved} ranks, not of all "
-            f"{states[0].get('world_size')}: save handle.checkpoint() on every rank"
-        )
-    return states
+            tensors[_begin(one, part) + _FACTS]
+    return parts
 
 
 def _same_part(saved: Iterable[int | None], part: int | None) -> int | None:

@@ -111,11 +111,10 @@ class StateSection:
     alike: tuple[str, ...] = ()
 
 
-def load(job: SavedJob, sections: Sequence[StateSection]) -> None:
-    """Load all sections, or none of them: what `Handle.load_state_dict` says."""
+def loading(job: SavedJob, sections: Sequence[StateSection]) -> list[Callable[[], None]]:
+    """What loads all sections, which are checked: what `Handle.load_state_dict` says."""
     _check_alike(job.states, ["world_size", *(path for one in sections for path in one.alike)])
-    for loading in [section.loading(job) for section in sections]:
-        loading()
+    return [section.loading(job) for section in sections]
 
 
 def of_job(states: Sequence[State]) -> State:
@@ -333,8 +332,12 @@ class Saved:
                 numbers in another dtype.) Or it has residuals of other replicas (HSDP). Nothing is
                 changed then.
         """
+        for load in self._loading(state):
+            load()
+
+    def _loading(self, state: object) -> list[Callable[[], None]]:
         of = self.rank, self.world_size, self.plan, self.takes_any_plan()
-        load(SavedJob(states_of(state), *of), self.sections())
+        return loading(SavedJob(states_of(state), *of), self.sections())
 
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """This rank's state for torch.distributed.checkpoint: tensors, under keys of this rank.
@@ -358,9 +361,12 @@ class Saved:
         Raises:
             ConfigError: no checkpoint there, a damaged one, no state of a handle in it, one of
                 another number of handles side by side (tensor parallelism), or as
-                `load_state_dict`.
+                `load_state_dict`; on one rank or more. Nothing is changed then, on any rank.
+            TransportError: a rank did not make the call, or has failed.
         """
-        self.load_state_dict(read_states(path, key, self.rank, self.world_size, self.part()))
+        of = self.rank, self.world_size, self.part()
+        for load in read_states(path, key, *of, self._loading):
+            load()
 
     def part(self) -> int | None:
         """Which part of the job these ranks are; None: all of it. Others, such as those of another
