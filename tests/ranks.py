@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import threading
 import time
@@ -181,7 +182,9 @@ def rows_of(test: Callable[..., None], marks: Sequence[pytest.Mark]) -> tuple[li
         kept = [pytest.mark.exhaustive] if how.pop("exhaustive", False) else []
         for size, row in product(ranks if isinstance(ranks, tuple) else (ranks,), rows or [()]):
             values = row if isinstance(row, tuple) else (row,)
-            named = "-".join(str(getattr(one, "__name__", one))[:30] for one in (size, *values))
+            words = [str(getattr(one, "__name__", one)) for one in (size, *values)]
+            # Without addresses, in which the workers of a run differ.
+            named = "-".join(re.sub(r"<function (\w+) at 0x\w+>", r"\1", one)[:30] for one in words)
             start = Start(size, tuple(how.items()))
             runs.append(pytest.param(start, *values, id=named, marks=kept))
     names = list(inspect.signature(test).parameters)
