@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from gradwire.collectives import (
     ReduceScatter,
     Request,
     Round,
-    prepare_scope,
+    program_for,
 )
 from gradwire.engine import Communicator, Owner
 from gradwire.lang import rng
@@ -200,7 +201,8 @@ def test_collectives_of_a_round_begin_in_one_order() -> None:
             options = Options(algorithm="ring", segments=1 + i)
             parts.append(Part(SUM, (spec,), options, torch.device("cpu")))
             items.append([Item(torch.ones(3000), rng.parameter_keys(0, spec.name, comm.rank), 0)])
-        program = prepare_scope(owner, [Round(tuple(parts))])
+        program = program_for(owner, [Round(tuple(parts))])
+        program.begin()
         made, program.ready = program.prepared, Future()
         threading.Timer(0.1 * comm.rank, program.ready.set_result, [made]).start()
         ticket = owner.ticket()
@@ -229,3 +231,16 @@ def test_requests_in_two_levels_use_the_handles_machines() -> None:
     plain = Options(algorithm="hierarchical")
     same = replace(plain, nodes=(0, 0, 1))
     assert found == [same, replace(same, inside="full"), Options(), plain, plain, Options()]
+
+
+def test_a_tag_range_is_held_while_any_program_has_it() -> None:
+    """Programs that differ in options of one rank alone have one digest."""
+    owner = Communicator(Hub(1).transport(0)).owner("a test")
+    spec = Spec("w", 64, torch.float32, QSGD())
+    parts = [Part(SUM, (spec,), Options(threads=n), torch.device("cpu")) for n in (1, 2)]
+    programs = [program_for(owner, [Round((part,))]) for part in parts]
+    (held,) = {program.range for program in programs}
+    for left in (2, 1, 0):
+        gc.collect()
+        assert owner.held[held] == left
+        del programs[:1]

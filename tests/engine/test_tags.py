@@ -62,7 +62,23 @@ def test_a_range_is_used_again_once_its_owner_is_over() -> None:
     with pytest.raises(ConfigError, match="detach"):
         ranges.claim(second, "a")
     first.closed = True
-    assert ranges.claim(second, "a") == 0
+    assert 0 <= ranges.claim(second, "a") < RANGES - 1
+
+
+def test_a_place_in_use_is_left_out_on_all_ranks() -> None:
+    """Two ranks: the first has dropped the program before, and the second is about to."""
+    store: dict[str, bytes] = {}
+    owner = Communicator(Hub(1).transport(0)).owner("a test")
+    first, second = TagRanges(store.setdefault), TagRanges(store.setdefault)
+    for i in range(RANGES - 1):
+        owner.held[str(i)] = int(i != 1)  # programs
+        assert first.claim(owner, str(i)) == second.claim(owner, str(i)) == i
+    assert first.claim(owner, "new") == 1, "place 0 is in use"
+    owner.held["1"] = 1
+    assert second.claim(owner, "new") == 1
+    owner.held["new"] = 1
+    with pytest.raises(ConfigError, match="comes back"):
+        first.claim(owner, "1")
 
 
 def test_layouts_have_tags_of_their_own_and_the_last_range_is_left_to_transports() -> None:

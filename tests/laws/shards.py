@@ -66,7 +66,7 @@ def spread(whole: torch.Tensor, lengths: tuple[int, ...], stride: int, fill: flo
 def run(comm: Communicator, request: Request, options: Options) -> torch.Tensor:
     """The result of a single collective on this rank; checks law 5."""
     keys = rng.parameter_keys(0, "w", comm.rank)
-    running, result = begin(comm.calls, request, "w", options, keys, 7)
+    running, result = begin(comm.calls, request, "w", options, keys, lambda: 7)
     sent = running.result(60).wire_bytes
     spec = request.spec("w", 0, comm.world_size)
     prepared = prepare(comm.calls, [spec], options, request.operation).prepared[0][0]

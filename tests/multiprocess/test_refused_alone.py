@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from gradwire.aggregators import Aggregator, Context, Steps
+from gradwire.collectives import AllReduce
 from ranks import caught, on, refuses
 from training import everywhere
 
@@ -65,9 +70,10 @@ def test_attach(rank: int, sharded: bool, said: str, wrong: dict[str, Any]) -> N
     assert handle.stats()["steps"] == 1
 
 
-@on(2, ({"bits": 99}, True), ({"seed": -1}, False), ({"op": "nonsense"}, True))
+@on(2, ({"bits": 99}, True), ({"seed": -1}, False), ({"op": "min"}, True))
 def test_collective(rank: int, wrong: dict[str, Any], prepared: bool) -> None:
-    """Whether ranks have agreed on it before or not; and what all refuse stops none."""
+    """Who refuses one may make another in its place, and ranks have counted the same calls. Peers
+    are told what it was once it leaves instead."""
     group = dist.new_group()
     x = torch.ones(64)
 
@@ -78,15 +84,18 @@ def test_collective(rank: int, wrong: dict[str, Any], prepared: bool) -> None:
         assert run() is None
     for _ in range(2):
         assert isinstance(run(**wrong), gw.ConfigError)
-    if rank != REFUSING:
-        assert run(name="other") is None, "a rank that comes later is waited for"
-    else:
+    if rank == REFUSING:
+        assert isinstance(run(**wrong), gw.ConfigError)
         time.sleep(1.5)
-        assert run(name="other") is None
-    error = run(**(wrong if rank == REFUSING else {}))
-    assert isinstance(error, gw.ConfigError), error
-    said = f"waits for a call that rank {REFUSING} has refused: "
-    assert (said in str(error)) == (rank != REFUSING), error
+    assert run(name="other") is None
+    if rank == REFUSING:
+        error = run(**wrong)
+        assert isinstance(error, gw.ConfigError), error
+        dist.destroy_process_group(group)
+    else:
+        error = run()
+        assert isinstance(error, gw.TransportError), error
+        assert "It had refused this call: " in str(error), error
 
 
 @on(2, False, True)
@@ -119,6 +128,30 @@ def test_update(rank: int, sharded: bool) -> None:
     assert not any(steps())
     assert update.in_force
     assert handle.plan.parameters[0].codec.bits == 3  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Unordered(Aggregator):
+    """Asks in another order on each rank."""
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        order = contexts if contexts[0].rank else contexts[::-1]
+        yield [AllReduce(c.gradient, of=c) for c in order]
+        return [c.gradient for c in contexts]
+
+    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
+
+def test_programs_that_differ_are_refused_before_they_are_prepared(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model)
+    model(torch.ones(2, 64)).sum().backward()
+    error = caught(handle.update(Unordered()).wait)
+    assert isinstance(error, gw.ConfigError), error
+    assert "ranks disagree on an update of the plan: rank 0 has '" in str(error).replace(
+        "rank 1 has", "rank 0 has"
+    ), error
 
 
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from gradwire.aggregators.attached import Attached
-from gradwire.aggregators.contract import aggregator_error
+from gradwire.aggregators.contract import aggregator_error, kind
 from gradwire.aggregators.coroutine import Asking, Coroutine, ask
 from gradwire.collectives import (
     Asked,
@@ -25,7 +25,7 @@ from gradwire.collectives import (
     Round,
     ScopeProgram,
     check_legal,
-    prepare_scope,
+    program_for,
 )
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError
@@ -56,8 +56,8 @@ def program_of(
     reductions: Sequence[Request],
     options: Options,
 ) -> ScopeProgram:
-    """The program of a scope at the present step, made on first use; returns without waiting for
-    peers.
+    """The program of a scope at the present step, made on first use; its preparation has yet to
+    begin (`ScopeProgram.begin`).
 
     Args:
         plan: the version of the plan that it belongs to.
@@ -71,17 +71,17 @@ def program_of(
     """
     ranks = owner.comm.world_size
     scopes = owner.scopes.setdefault(plan, {})
-    key = (
-        options,
-        *(
-            (m.name, id(m.aggregator), m.aggregator.variant(m.step, ranks), r.shape)
-            for m, r in zip(members, reductions, strict=True)
-        ),
-    )
+    variants: list[Any] = [m.aggregator.variant(m.step, ranks) for m in members]
+    for m, variant in zip(members, variants, strict=True):
+        if type(variant) is not int:
+            what = f"`variant` returns {kind(variant)}, not a number"
+            raise aggregator_error(m.aggregator, m.name, 0, what)
+    places = zip(members, variants, reductions, strict=True)
+    key = options, *((m.name, id(m.aggregator), variant, r.shape) for m, variant, r in places)
     if key not in scopes:
         rounds = _rounds(owner, members, reductions, options)
         # Aggregators are held, too: no other one has the same id meanwhile.
-        scopes[key] = prepare_scope(owner, rounds), [m.aggregator for m in members]
+        scopes[key] = program_for(owner, rounds), [m.aggregator for m in members]
     program: ScopeProgram = scopes[key][0]
     return program
 

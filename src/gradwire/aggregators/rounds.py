@@ -92,6 +92,7 @@ class Rounds:
             if members:
                 of = members, reductions, self.options
                 self.program = program_of(self.owner, self.plan, *of)
+                self.program.begin()
                 self.active = coroutines(members, reductions, rank, world_size)
             if self.observe is not None:
                 self._observed = list(self.active)
@@ -101,6 +102,7 @@ class Rounds:
                 member.step += 1
             self._advance(0)
         except BaseException as error:
+            self.owner.comm.fail_owner(self.owner, error)  # peers begin this scope
             self._end(error)
 
     @property
@@ -112,16 +114,15 @@ class Rounds:
 
     def _advance(self, number: int) -> None:
         """Resume every coroutine; their requests form round `number`."""
-        if not self.active:
-            self._end(None)
-            return
         program, comm = self.program, self.owner.comm
-        assert program is not None
+        asking: list[Asking] = []
         try:
-            asking = self._ask(number)
-            if asking or not self.active:
+            while self.active and not asking:  # they may yield empty lists
+                asking = self._ask(number)
+            if program is not None:
                 check_asked(program.rounds, number, asking, self.members)
             if asking:
+                assert program is not None
                 of = program.rounds[number], asking, number, comm.rank, comm.world_size
                 items = items_of(*of)
                 program.check(number, items)
@@ -129,8 +130,8 @@ class Rounds:
             # Peers are in a round that this rank will not enter.
             comm.fail_owner(self.owner, error)
             raise
-        if not asking:  # all have ended, or yielded empty lists
-            self._advance(number)
+        if program is None or not asking:
+            self._end(None)
             return
         self._left = len(items)
         why = partial(_describe, [one.aggregator for one in self.active], self.plan)

@@ -116,8 +116,8 @@ class Blobs:
         raw_bytes = times * request.values.nbytes * (comm.world_size - 1) // comm.world_size
         name = f"{self._group.group_name}/{request.verb}"
         keys = rng.parameter_keys(self._models.settings.seed, name, comm.rank)
-        of = None, keys, next(self._steps)
-        running, found = begin(calls, request, request.verb, *of)
+        step = functools.partial(next, self._steps)
+        running, found = begin(calls, request, request.verb, None, keys, step)
 
         def finish(outcome: Outcome) -> None:
             if found.data_ptr() != result.data_ptr():

@@ -18,7 +18,7 @@ from gradwire.collectives.scope_program import (
     Round,
     ScopeProgram,
     prepare,
-    prepare_scope,
+    program_for,
 )
 from gradwire.collectives.typed import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 
@@ -45,7 +45,7 @@ __all__ = [
     "check_legal",
     "load_state_dict",
     "prepare",
-    "prepare_scope",
+    "program_for",
     "reduce_scatter",
     "state_dict",
 ]

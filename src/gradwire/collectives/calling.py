@@ -117,12 +117,13 @@ def begin(
     name: str,
     options: Options | None = None,
     keys: rng.Keys = _NO_KEYS,
-    step: int = 0,
+    step: Callable[[], int] = lambda: 0,
 ) -> tuple[Future[Outcome], torch.Tensor]:
     """Start a single collective: (its future, this rank's result, valid once the future ends).
 
     Args:
-        keys, step: of its random numbers, where its codec draws any.
+        keys, step: of its random numbers, where its codec draws any; `step` is called once it is
+            legal.
 
     Raises:
         ConfigError: as `ScopeProgram.start`.
@@ -132,7 +133,7 @@ def begin(
     request.check()
     spec = request.spec(name, 0, world_size)
     program = prepare(owner, [spec], options, request.operation, request.values.device)
-    item = request.item(spec, keys, step, rank, world_size)
+    item = request.item(spec, keys, step(), rank, world_size)
     return program.start([item]), request.result(spec, item, rank, world_size)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ _COUNTED = 1 << 62  # steps from here on belong to calls without a given step
 
 
 def _told(call: Callable[P, T]) -> Callable[P, T]:
-    """A public call: what it raises on one rank alone, its peers raise where they wait for it."""
+    """A public call: its peers are told what it raises, in case they wait for it in vain."""
 
     @wraps(call)
     def run(*arguments: P.args, **named: P.kwargs) -> T:
@@ -55,7 +55,7 @@ def _told(call: Callable[P, T]) -> Callable[P, T]:
         try:
             return call(*arguments, **named)
         except Exception as error:
-            if comm.calls.core.issued == issued:  # else peers end with it
+            if comm.calls.core.issued == issued:
                 comm.watchdog.refused(error)
             raise
 
@@ -320,8 +320,8 @@ def _run(
             "would deadlock: use async_op=True"
         )
     keys = rng.parameter_keys(seed, name, comm.rank)
-    # Ranks make the same calls, so they count the same.
-    number = _COUNTED | comm.count() if step is None else step
+    # Ranks make the same calls, so they count the same: those that are legal.
+    number = partial(int, step) if step is not None else lambda: _COUNTED | comm.count()
     running, values = begin(comm.calls, request, name, options, keys, number)
 
     def finish() -> torch.Tensor:

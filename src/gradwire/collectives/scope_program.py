@@ -76,7 +76,7 @@ class ScopeProgram:
         ConfigError: `check_legal` rejects a collective.
 
     Attributes:
-        digest: of what ranks compare.
+        lines, digest: of what ranks compare.
         ready: completes when it is prepared, with the collectives of every round.
         issue: its description.
         tells_all: whether any of them does, see `Part.tells_all`.
@@ -95,11 +95,14 @@ class ScopeProgram:
         words = [" and ".join(map(str, one.parts)) for one in rounds]
         if len(words) > 1:
             words = [f"round {number}: {what}" for number, what in enumerate(words)]
-        self._lines = [line for part in parts for line in part.lines()]
-        self._lines += [f"rounds of {[len(one.parts) for one in rounds]}"] * (len(rounds) > 1)
-        self.digest = digest(self.comm.world_size, "a scope", self._lines)
-        self.range = f"{self.digest:x}"  # the name of its tag range, free once it is dropped
-        weakref.finalize(self, owner.retired.add, self.range).atexit = False
+        self.lines = [line for part in parts for line in part.lines()]
+        self.lines += [f"rounds of {[len(one.parts) for one in rounds]}"] * (len(rounds) > 1)
+        self.digest = digest(self.comm.world_size, "a scope", self.lines)
+        self.range = f"{self.digest:x}"  # the name of its tag range
+        self._begun = False
+        if not owner.single:  # others of this digest may differ in options that are local
+            owner.held[self.range] += 1
+            weakref.finalize(self, owner.held.subtract, [self.range]).atexit = False
         self.issue = Issue(self.digest, "; ".join(words))
 
     @property
@@ -117,6 +120,15 @@ class ScopeProgram:
         """Allocate the memory of one run of each collective in advance."""
         for prepared in chain.from_iterable(self.prepared):
             prepared.reserve()
+
+    def begin(self) -> None:
+        """Begin to prepare it, unless that has begun; returns without waiting for peers."""
+        with self.owner.preparing:
+            if self._begun:
+                return
+            self._begun = True
+            agreement = self.owner.agreement(self.digest)
+        self.comm.workers.run(partial(self.prepare, *agreement))
 
     def prepare(self, agreement: Future[int], name: str | None) -> None:
         """Complete `ready`; called once, on a thread that may block.
@@ -141,7 +153,7 @@ class ScopeProgram:
                     self.comm.fail(error)
             if name is not None:
                 verdict = "ready" if refused is None else f"refused: {refused}"
-                said = [*self._lines, verdict]
+                said = [*self.lines, verdict]
                 _copy(self.comm.agreement(name, "a collective", said), agreement)
             result_of(agreement)
             if refused is not None:
@@ -253,15 +265,15 @@ def prepare(
         if isinstance(known, ScopeProgram) and owner.agrees(known.digest):
             owner.kept.move_to_end(part)
             return known
-        made = owner.kept[part] = _begun(owner, [Round((part,))])
+        made = owner.kept[part] = ScopeProgram(owner, [Round((part,))])
         if len(owner.kept) > _KEPT:
             owner.kept.popitem(last=False)
+    made.begin()
     return made
 
 
-def prepare_scope(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
-    """The program of a scope, shared with others of the owner that are alike; returns without
-    waiting for peers.
+def program_for(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
+    """The program of a scope, shared with others of the owner that are alike.
 
     Raises:
         ConfigError: as ScopeProgram.
@@ -271,14 +283,7 @@ def prepare_scope(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
         known = owner.programs.get(key)
         if isinstance(known, ScopeProgram):
             return known
-        made = owner.programs[key] = _begun(owner, key)
-    return made
-
-
-def _begun(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
-    """A program whose preparation has begun; the owner's lock is held."""
-    made = ScopeProgram(owner, rounds)
-    owner.comm.workers.run(partial(made.prepare, *owner.agreement(made.digest)))
+        made = owner.programs[key] = ScopeProgram(owner, key)
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -71,7 +71,7 @@ class Owner:
         kept: LRU cache of prepared single collectives, least recently used first.
         programs: of its scopes, by what they run, while anyone holds them.
         scopes: plan version -> the programs of its scopes.
-        retired: names of programs that nobody holds any more: their tag ranges are free.
+        held: name of a tag range -> how many programs use it; of another name, it stays in use.
         agreed: place -> (digest that ranks agree on or are comparing, the agreement).
         made: how many agreements were begun.
         preparing: lock of `kept`, `programs`, `agreed` and `made`.
@@ -105,7 +105,7 @@ class Owner:
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self.programs: WeakValueDictionary[Hashable, object] = WeakValueDictionary()
         self.scopes: dict[int, dict[Hashable, Any]] = {}
-        self.retired: set[str] = set()
+        self.held: Counter[str] = Counter()
         self.agreed: dict[int, tuple[int, Future[int]]] = {}
         self.made = 0
         self.preparing = threading.Lock()

@@ -7,7 +7,6 @@ error that names the rank and what it did, where
 - two ranks issued different rounds in one place, by digest;
 - two ranks wait for each other in two owners (engine/crossings.py);
 - a peer has left the group, or detached the owner, before a place where it is needed;
-- a peer has raised where this rank waits in a single collective;
 - a peer reports that it has failed, or that its backward pass ended early, or its forward, and it
   has not issued the round;
 - the process of a peer on this machine has ended, while this rank waits for a round, an exchange or
@@ -21,7 +20,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,9 +59,7 @@ class Watchdog:
         self._broken: dict[str, GradwireError] = {}  # broken owners that are not open here yet
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
         self._left: dict[int, Mapping[str, int]] = {}  # peer -> {owner: tickets returned}
-        # Call of a user -> how many before it have raised here; peer -> its newest that has raised.
-        self._raised: Counter[int] = Counter()
-        self._refused: dict[int, Mapping[str, Any]] = {}
+        self._refused: dict[int, Mapping[str, Any]] = {}  # peer -> its newest call that has raised
         self._blamed: dict[int, int] = {}  # failed peer -> the rank that it blames
         # Failed peer -> its error, and the rank in the whole job that it holds responsible.
         self._reasons: dict[int, tuple[str, int]] = {}
@@ -99,12 +95,17 @@ class Watchdog:
             self._comm.end_owner(owner, error)
 
     def refused(self, error: Exception) -> None:
-        """A user's call has raised before it issued anything here. All ranks may raise it, and go
-        on: so they count."""
-        at = self._comm.calls.core.issued
-        self._raised[at] += 1
+        """A user's call has raised before it issued anything here. The caller may catch that and
+        make another call in its place: so it breaks nothing, and explains what breaks later."""
         text = _text(in_global_ranks(error, self._comm.ranks))
-        self._tell({"kind": "refused", "at": at, "count": self._raised[at], "text": text})
+        self._tell({"kind": "refused", "at": self._comm.calls.core.issued, "text": text})
+
+    def _has_refused(self, peer: int, key: str, ticket: int) -> str:
+        """What a peer has raised in place of a call that this rank waits for, in words."""
+        refused = self._refused.get(peer)
+        if refused is None or (self._comm.calls.key, refused["at"]) != (key, ticket):
+            return ""
+        return f". It had refused this call: {refused['text']}"
 
     def leave(self, frontier: Mapping[str, int]) -> None:
         """This rank leaves the group; `frontier`: owner -> tickets returned."""
@@ -243,18 +244,13 @@ class Watchdog:
                     "this rank waits for it: detach on all ranks at the same step"
                 )
             )
-        for peer, refused in list(self._refused.items()):
-            single = key == comm.calls.key and ticket == refused["at"]
-            if single and self._raised[ticket] < refused["count"]:
-                rank, text = comm.rank, refused["text"]
-                self._end_all(f"rank {rank} waits for a call that rank {peer} has refused: {text}")
         for peer, frontier in list(self._left.items()):
             if int(frontier.get(key, 0)) <= ticket:
                 comm.end(
                     TransportError(
                         f"rank {comm.rank}: rank {peer} has destroyed the process group, or ended, "
                         "while this rank waits for it: make the same calls on all ranks before "
-                        "destroy_process_group",
+                        f"destroy_process_group{self._has_refused(peer, key, ticket)}",
                         peer=peer,
                     )
                 )
@@ -342,9 +338,12 @@ class Watchdog:
             first = following
         if self._blamed.get(first) == first:  # it has reported the cause itself
             return self._failure_of(first)
-        if first == blamed:
-            return error
         ranks = self._comm.ranks
+        if first == blamed:
+            waits = self._refused and self._comm.calls.oldest()
+            why = self._has_refused(blamed, waits.owner.key, waits.number) if waits else ""
+            text = f"{in_global_ranks(error, ranks)}{why}"
+            return already_global(TransportError(text, peer=blamed), ranks) if why else error
         text = f"{in_global_ranks(error, ranks)}. The first to fail was rank {ranks[first]}"
         return already_global(TransportError(text, peer=first), ranks)
 

@@ -65,13 +65,13 @@ class PlannedShards:
         comms = _comms(groups, self.trained.records[0], plan.weights is not None)
         device = self.trained.records[0].device
         plan = available(plan, self._planned, device, comms, decides)
+        agreed += plan.describe()
+        ranks_of(comms).agree("agreement", "the call of gw.attach", agreed).result()
         if plan.weights is not None and plan.weights.keep is None:
             none = "" if payloads_fit(self.trained, plan) else "none"
             fit = ranks_of(comms).tell("whether payloads of weights fit", none).result()
             keep = max(fit) or "payload"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
-        agreed += plan.describe()
-        ranks_of(comms).agree("agreement", "the call of gw.attach", agreed).result()
         _counts[groups.all[0]] = count
         warn_of_bias(plan, groups.size, call)
         members = members_of(plan, seed, groups.rank, count)

@@ -203,9 +203,12 @@ class Switch:
             programs = self._rehearse(plan)
         except Exception as error:
             verdict = f"refused: {type(error).__name__}: {error}"
-        self._agree(f"{name}, rehearsed", [verdict])
+        what = [line for program in programs for line in program.lines]
+        self._agree(f"{name}, rehearsed", [verdict, *what])
         if verdict != "rehearsed":
             raise ConfigError(f"{_WHAT}: {verdict}")
+        for program in programs:
+            program.begin()
         for program in programs:
             program.reserve()
 

@@ -354,8 +354,7 @@ def read_states(
             of parts, or one that is not complete; or what `use` raises.
         TransportError: a rank did not make the call, or has failed.
     """
-    reader = dcp.FileSystemReader(path)
-    parts = _on_all(path, lambda: _saved_parts(path, key, reader))
+    reader, parts = _on_all(path, lambda: _saved_parts(path, key))
     saved_part = _same_part(parts, part)
     found = parts[saved_part]
     wanted = [rank] if len(found) == world_size and rank in found else sorted(found)
@@ -403,14 +402,15 @@ def _on_all(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
 
 
 def _saved_parts(
-    path: str | os.PathLike[str], key: str, reader: dcp.FileSystemReader
-) -> dict[int | None, dict[int, dict[str, torch.Tensor]]]:
-    """By part of the job and rank, empty tensors for what is saved, by key.
+    path: str | os.PathLike[str], key: str
+) -> tuple[dcp.FileSystemReader, dict[int | None, dict[int, dict[str, torch.Tensor]]]]:
+    """Of a checkpoint, by part of the job and rank, empty tensors for what is saved, by key.
 
     Raises:
         KeyError: a rank or its facts were left out.
     """
     try:
+        reader = dcp.FileSystemReader(path)
         metadata: Metadata = reader.read_metadata()
         of_key = metadata.state_dict_metadata
     except Exception as error:  # it is a pickle: a damaged one raises anything
@@ -435,7 +435,7 @@ def _saved_parts(
             raise KeyError(f"the states of ranks {sorted(found)} alone")
         for one, tensors in found.items():
             tensors[_begin(one, part) + _FACTS]
-    return parts
+    return reader, parts
 
 
 def _same_part(saved: Iterable[int | None], part: int | None) -> int | None:
