@@ -320,7 +320,7 @@ class Buckets(Reductions):
 
     def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:
         name = f"{self.owner.key}/plan {plan.version}"
-        contents = alike(self.owner, name, lambda: self.known, self.switch.check)
+        contents, step = alike(self.owner, name, lambda: self.known, self.switch.check)
         aggregators = {p.name: p.aggregator for p in plan.parameters}
         coalescing = Coalescing(plan.coalesce_bytes)
         found: list[ScopeProgram] = []
@@ -334,7 +334,7 @@ class Buckets(Reductions):
                     for of, at in places
                 ]
                 members = [of.members[at] for of, at in places]
-                found += rehearse(self.owner, plan, members, [*map(AllReduce, zeros)])
+                found += rehearse(self.owner, plan, members, [*map(AllReduce, zeros)], step)
         return found
 
     def bucket_names(self) -> list[list[str]]:

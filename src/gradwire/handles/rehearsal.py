@@ -37,9 +37,10 @@ _PAUSE_S = 0.1  # between two attempts
 
 def alike(
     owner: Owner, name: str, contents: Callable[[], Sequence[K]], check: Callable[[], None]
-) -> Sequence[K]:
-    """The contents of the last pass, once they are equal on all ranks; empty after some seconds of
-    differences: then the plan's first pass prepares its programs.
+) -> tuple[Sequence[K], int]:
+    """(the contents of the last pass, once they are equal on all ranks; the latest step of any
+    rank). Empty after some seconds of differences: then the plan's first pass prepares its
+    programs.
 
     Args:
         name: of the exchange, unique.
@@ -53,22 +54,24 @@ def alike(
             for m, numel in zip(c.members, c.lengths, strict=True)
         ]
         number = digest(len(mine), "buckets", text)
-        if len(set(owner.ranks.tell(f"{name}/buckets", number).result(check))) == 1:
-            return mine
+        step = max((m.step for c in mine for m in c.members), default=0)
+        told = owner.ranks.tell(f"{name}/buckets", [number, step]).result(check)
+        if len({buckets for buckets, _ in told}) == 1:
+            return mine, max(latest for _, latest in told)
         time.sleep(_PAUSE_S)
-    return ()
+    return (), 0
 
 
 def rehearse(
-    owner: Owner, plan: Plan, members: Sequence[Attached], reductions: Sequence[Request]
+    owner: Owner, plan: Plan, members: Sequence[Attached], reductions: Sequence[Request], step: int
 ) -> list[ScopeProgram]:
-    """Prepare the programs of a scope for the steps that are near; later ones are made as they are
-    met. `reductions` are of zeros."""
+    """The programs of a scope in the steps from `step` on, alike on all ranks; those of later steps
+    are made as they are met. `reductions` are of zeros."""
     if owner.comm.world_size == 1:
         return []
     aggregators = {p.name: plan.levels.aggregator(p) for p in plan.parameters}
     found = []
     for ahead in range(AHEAD):
-        at = [m.at_first(aggregators[m.name], m.step + ahead) for m in members]
+        at = [m.at_first(aggregators[m.name], step + ahead) for m in members]
         found.append(program_of(owner, plan.version, at, reductions, plan.options))
     return [*dict.fromkeys(found)]

@@ -369,7 +369,7 @@ class Scatters(Reductions):
         if self.weights is not None:
             self.weights.rehearse(plan)
         name = f"{self.owner.key}/plan {plan.version}"
-        known = alike(
+        known, step = alike(
             self.owner, name, lambda: [s.last for s in self._scatters if s.last], self.switch.check
         )
         found: list[ScopeProgram] = []
@@ -378,7 +378,7 @@ class Scatters(Reductions):
             numel, stride = (1 + self.groups.shards) * last.stride, last.stride
             zeros = torch.zeros(numel, dtype=last.dtype, device=last.device)
             requests = last.reductions(zeros[stride:], zeros[:stride], self.groups.shard)
-            found += rehearse(self.owner, plan, last.members, requests)
+            found += rehearse(self.owner, plan, last.members, requests, step)
         return found
 
     @property
