@@ -38,7 +38,7 @@ class Odd(Aggregator):
             if odd and self.how == "illegal":
                 yield [AllReduce(c.gradient.view(1, -1), of=c) for c in contexts]
             elif odd and (self.how == "raises" or (self.how, zeros) == ("zeros", True)):
-                raise ConfigError("this aggregator refuses")
+                raise ConfigError(*REFUSES)
             elif odd and self.how == "verb":
                 yield [Broadcast(c.gradient, of=c) for c in contexts]
             elif odd and self.how == "sizes":
@@ -48,6 +48,7 @@ class Odd(Aggregator):
         return [c.gradient for c in contexts]
 
 
+REFUSES = ["this aggregator refuses"]
 HOWS = ["fewer", "illegal", "raises", "zeros", "verb", "sizes"]
 
 
@@ -77,7 +78,7 @@ def test_every_rank_ends_in_an_error_that_says_where(ranks: int) -> None:
 
     def faults_of(given: tuple[str, int]) -> list[str]:
         how, at = given
-        words = [] if how in ("illegal", "raises", "zeros") else ["rank 1"]
+        words = [*{"illegal": [], "raises": REFUSES, "zeros": REFUSES}.get(how, ["rank 1"])]
         words += [] if how in ("raises", "zeros") else ["Odd(", *([f"round {at}"] if at else [])]
         return [
             f"{how} in round {at}: rank {rank} gets {error!r}"

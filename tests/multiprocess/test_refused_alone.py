@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire.aggregators import Aggregator, Context, Steps
 from gradwire.collectives import AllReduce
+from gradwire.groups import communicator
 from ranks import caught, on, refuses
 from training import everywhere
 
@@ -75,7 +75,16 @@ def test_collective(rank: int, wrong: dict[str, Any], prepared: bool) -> None:
     """Who refuses one may make another in its place, and ranks have counted the same calls. Peers
     are told what it was once it leaves instead."""
     group = dist.new_group()
+    watchdog, look = communicator(group).watchdog, communicator(group).watchdog._look_for_the_end
+    store, looked = dist.distributed_c10d._get_default_store(), f"looked {wrong}"
     x = torch.ones(64)
+
+    def noted(place: Any) -> None:
+        look(place)
+        if watchdog._refused:
+            store.set(looked, "")
+
+    watchdog._look_for_the_end = noted  # type: ignore[method-assign]
 
     def run(**given: Any) -> BaseException | None:
         return caught(lambda: gw.all_reduce(x, group=group, **given))
@@ -86,7 +95,7 @@ def test_collective(rank: int, wrong: dict[str, Any], prepared: bool) -> None:
         assert isinstance(run(**wrong), gw.ConfigError)
     if rank == REFUSING:
         assert isinstance(run(**wrong), gw.ConfigError)
-        time.sleep(1.5)
+        store.wait([looked])  # the peer knows of it while it waits
     assert run(name="other") is None
     if rank == REFUSING:
         error = run(**wrong)
@@ -178,7 +187,14 @@ def test_what_differs(
     assert len(said) < 550, said
 
 
-@on(2, "metadata", "facts", "key")
+def test_weights_on_one_rank(rank: int) -> None:
+    weights = "randomshift" if rank == REFUSING else None
+    error = caught(lambda: gw.attach(by_layer(mlp()), weights=weights))
+    assert isinstance(error, gw.ConfigError), error
+    assert "ranks disagree on the call of gw.attach" in str(error), error
+
+
+@on(2, "metadata", "facts", "no path", "key")
 def test_checkpoint(rank: int, damage: str, tmp_path: Path) -> None:
     """Nobody loads anything then."""
     model = DDP(mlp())
@@ -198,6 +214,8 @@ def test_checkpoint(rank: int, damage: str, tmp_path: Path) -> None:
         elif damage == "facts":
             saved[f"rank{rank}/facts"].zero_()
             said = "is damaged or not complete"
+        elif damage == "no path":
+            path, said = None, "has no checkpoint"  # type: ignore[assignment]
         else:
             said, key = "has no state of a handle under 'other'", "other"
     if damage == "facts":
