@@ -26,7 +26,7 @@ from gradwire_tools import report
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md", "docs/how-to/adaptive.md", "docs/how-to/automatic.md", "docs/how-to/choosing.md",
-    "docs/how-to/fsdp2.md", "docs/reference/benchmarks.md",
+    "docs/how-to/fsdp2.md", "docs/laboratory/benchmarks.md",
 )  # fmt: skip
 # (rows, which of their lines); the captions in README have the same commands
 PICTURES = {

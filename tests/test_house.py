@@ -187,7 +187,7 @@ def test_what_one_steady_scope_enters() -> None:
     files = {file for _, file in calls}
     assert (len(classes), len(files)) <= (CLASSES, FILES), (classes, files)
     assert (len(classes), len(files)) == (CLASSES, FILES), "fewer: lower CLASSES and FILES"
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     told = page.partition("```text path\n")[2].partition("```")[0].splitlines()
     path = [tuple(line.split()[:2]) for line in told]
     assert len(path) > 15

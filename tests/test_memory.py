@@ -1,4 +1,4 @@
-"""The memory of a collective, as docs/architecture.md states it."""
+"""The memory of a collective, as docs/internals/architecture.md states it."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_adacomp_adapts_to_the_residual() -> None:
 
 
 def test_an_index_costs_far_less_than_32_bits() -> None:
-    """docs/reference/wire-format.md states these."""
+    """docs/internals/wire-format.md states these."""
     for codec in (TopK, MSTopK, DGC):
         for density, bits in ((0.01, 11.6), (0.001, 15.0)):
             made = layout(codec(density, "fp16"))

@@ -1,6 +1,6 @@
 """Payloads whose length depends on data travel at that length: over algorithm x codec x world size.
 
-The hub shows every message on its way. `account` reads them as docs/reference/wire-format.md says,
+The hub shows every message on its way. `account` reads them as docs/internals/wire-format.md says,
 with no help from the code that made them.
 """
 

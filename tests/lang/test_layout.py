@@ -18,7 +18,7 @@ from gradwire.lang.layout import element_nbytes, planes
 
 
 def codes(n: int, block: int, bits: int) -> int:
-    """Bytes of codes, block by block, computed from docs/reference/wire-format.md."""
+    """Bytes of codes, block by block, computed from docs/internals/wire-format.md."""
     sizes = [block] * (n // block) + [n % block] * (n % block > 0)
     return sum(-(-m * w // 8) for m in sizes for w in (8, 4, 2, 1) if bits & w)
 
@@ -30,7 +30,7 @@ def entries(n: int, block: int, k: int, bits: int) -> int:
     return 2 * -(-n // block) + codes(k, 128, place) + value
 
 
-# bytes of n values, from docs/reference/wire-format.md
+# bytes of n values, from docs/internals/wire-format.md
 SIZES: dict[str | Codec, Callable[[int], int]] = {
     "identity": lambda n: 4 * n,
     "fp16": lambda n: 2 * n,
@@ -58,7 +58,7 @@ SIZES: dict[str | Codec, Callable[[int], int]] = {
 
 
 def test_bytes_are_accounted() -> None:
-    """Law 5: a payload has the size that docs/reference/wire-format.md says."""
+    """Law 5: a payload has the size that docs/internals/wire-format.md says."""
     counts = (1, 7, 63, 64, 99, 100, 1023, 1024, 1025, 5000, 100_003)
     faults = [
         f"{text}: {n} values take {found} bytes, not {nbytes(n)}"

@@ -1,6 +1,6 @@
 """What holds for every page; each rule yields what is wrong, with page and line.
 
-1. A link to a file resolves, its anchor too. So does a path such as docs/reference/lab.md in a
+1. A link to a file resolves, its anchor too. So does a path such as docs/laboratory/lab.md in a
    docstring, a comment or a message. What a page includes of a file is there, in its order.
 2. A command that is shown exists: a gradwire command with the options shown, a target of make, an
    extra of `pip install gradwire[...]`, a script with a folder in its path.

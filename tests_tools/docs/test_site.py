@@ -82,7 +82,7 @@ def test_signatures_of_codecs_and_aggregators_are_their_options() -> None:
 
 
 DOCSTRING = """\
-It has *stars*, a `code`s and docs/reference/lab.md:
+It has *stars*, a `code`s and docs/laboratory/lab.md:
 - an item
   of two lines
 
@@ -97,7 +97,7 @@ Args:
 Returns:
     A value.
 """
-RESTRUCTURED = r"""It has \*stars\*, a ``code``\ s and :doc:`/reference/lab`:
+RESTRUCTURED = r"""It has \*stars\*, a ``code``\ s and :doc:`/laboratory/lab`:
 
 - an item
   of two lines

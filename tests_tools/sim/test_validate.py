@@ -22,7 +22,7 @@ KEYS = {
 def test_a_slow_link_takes_what_is_predicted(
     measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound is wide: docs/reference/simulator.md has the errors on a quiet machine, point by
+    """The bound is wide: docs/laboratory/simulator.md has the errors on a quiet machine, point by
     point.
 
     On such a link it makes little difference whether this machine's curves are measured.

@@ -3,7 +3,7 @@
 48 bytes, little-endian: magic, version, flags, plan digest, number of the ticket and round, the
 call's digest, payload length, checksum, segment, chunk, plan version. Parts of a payload have no
 headers: the plan, which ranks compare before its first use, defines every byte
-(docs/reference/wire-format.md). The call's digest covers the arguments that may change from call to
+(docs/internals/wire-format.md). The call's digest covers the arguments that may change from call to
 call, and must be the same on every rank. Where a payload's length depends on data, the length field
 says how much of it is in use, and collectives/packing.py how it travels. The plan version
 is the newest that the sender, and all ranks whose values it has summed, can use

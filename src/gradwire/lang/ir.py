@@ -33,7 +33,7 @@ those that fp16 cannot hold become infinite; in fp8, infinities become NaN |
 | product | a, b | - | a times b transposed |
 | flatten | 1 | - | the elements of a matrix with the shape of the row |
 
-All arithmetic is fp32 without contraction. docs/reference/wire-format.md and lang/eager.py define
+All arithmetic is fp32 without contraction. docs/internals/wire-format.md and lang/eager.py define
 the rest.
 """
 

@@ -16,7 +16,7 @@ of a payload is a prefix of its greatest size:
 Planes: a code of `bits` bits is cut, from its lowest bit up, into planes of 8, 4, 2 and 1 bits. In
 a plane of w bits, m values take L = ceil(m * w / 8) bytes, and byte j holds the values j, j + L, j
 + 2L, ... from its lowest bits up. Trits do so in base 3, five per byte. A row without values has an
-empty payload. docs/reference/wire-format.md describes the format for users.
+empty payload. docs/internals/wire-format.md describes the format for users.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def reduce(function: object, value: Value) -> Value:
     """The minimum, maximum or sum (pass Python's `min`, `max` or `sum`).
 
     Over `g.blocks(n)` it gives one value per block, else one for the tensor. min and max propagate
-    NaN and never give -0; sum adds in the fixed order defined in docs/reference/wire-format.md.
+    NaN and never give -0; sum adds in the fixed order defined in docs/internals/wire-format.md.
     """
     name = next((name for known, name in _REDUCTIONS.items() if known is function), None)
     if name is None:

@@ -4,7 +4,7 @@
     codes = launch(["python", "train.py"], nodes=4, net=Network.parse("1gbit,1ms"))
 
 Read in this order: `network` and `schedule` (what is emulated), `links` (how), `supervisor` (the
-process that owns it), `client` (the API), `run` (a command on every node). docs/reference/lab.md is
+process that owns it), `client` (the API), `run` (a command on every node). docs/laboratory/lab.md is
 the user's page.
 """
 

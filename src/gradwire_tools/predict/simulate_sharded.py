@@ -3,7 +3,7 @@
 A row: sharded (true), method, model, ranks, per_node, net, algorithm, numel, groups, seconds,
 forward_seconds, backward_seconds, blocking, compute_seconds, wire_bytes, weights_wire_bytes,
 gradients_wire_bytes, ratio, limit_seconds, of_limit, messages, exact, machine, and sweep and value
-where a parameter was swept. docs/reference/simulator.md explains them.
+where a parameter was swept. docs/laboratory/simulator.md explains them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 networks the gain over 16 bit, as a map methods x networks.
 
 Times are compared with torch's fp16 hook, under FSDP2 with the best of its 16-bit methods, and
-losses with fp32, as docs/reference/benchmarks.md argues; `gain` says which differences count.
+losses with fp32, as docs/laboratory/benchmarks.md argues; `gain` says which differences count.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def load(file: Path) -> Curves:
         reason = f"it has no key {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
             f"--curves {file}: not a file of curves ({reason}); "
-            "docs/reference/simulator.md shows one"
+            "docs/laboratory/simulator.md shows one"
         ) from None
 
 

@@ -8,7 +8,7 @@ is 16 bit, not 32. Every row names its method:
 - a row per method at the end (`row: summary`), over all its seeds: time to target, step time, and
   the ideal step time, which is the time of a step without communication, measured in the same run.
 
-docs/reference/benchmarks.md lists every key.
+docs/laboratory/benchmarks.md lists every key.
 
 With `nets` (`--compose`), what a method learns does not depend on the network; only the time of a
 step does. So

@@ -1,6 +1,6 @@
 """What `bench train` does on every rank. Events of rank 0 (`bench.workers`):
 
-- `row`: an evaluation or a decision, whole, as docs/reference/benchmarks.md has it;
+- `row`: an evaluation or a decision, whole, as docs/laboratory/benchmarks.md has it;
 - `length`: `text`, once the number of steps is fixed;
 - `step`: progress of a method: `method, seed, step, steps, seconds`;
 - `finished`: of a method and a seed, what a summary has of its steps.
