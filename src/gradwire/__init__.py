@@ -2,7 +2,7 @@
 
 import gradwire as gw
 model = DistributedDataParallel(model)
-gw.attach(model, codec="qsgd", bits=4)
+gw.attach(model, "qsgd:bits=4")
 """
 
 from __future__ import annotations
@@ -10,59 +10,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradwire import aggregators as aggregators
+    from gradwire import codecs as codecs
     from gradwire.aggregators import (
         THC,
         Aggregator,
         ARTopK,
         DeepGradientCompression,
-        ErrorFeedback,
-        GlobalTopK,
         LWTopK,
         PowerSGD,
         TopKC,
     )
     from gradwire.backend.register import register
-    from gradwire.codecs import (
-        DGC,
-        QSGD,
-        TBQ,
-        AdaComp,
-        Cast,
-        Float8,
-        GradDrop,
-        HardThreshold,
-        Identity,
-        LearnedLevels,
-        LowRank,
-        MSTopK,
-        OneBit,
-        RandomK,
-        RandomShift,
-        Rotated,
-        Saturating,
-        TernGrad,
-        ThreeLC,
-        TopK,
-    )
-    from gradwire.collectives import (
-        Options,
-        all_gather,
-        all_reduce,
-        broadcast,
-        load_state_dict,
-        reduce_scatter,
-        state_dict,
-    )
-    from gradwire.controllers import LGreco
+    from gradwire.codecs import QSGD, Codec, TopK
+    from gradwire.collectives import Options, all_gather, all_reduce, broadcast, reduce_scatter
     from gradwire.controllers.replan import Replan
     from gradwire.decide.auto import Auto
     from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
     from gradwire.flexible.flexible import Flexible
-    from gradwire.flexible.triggers import Triggers
     from gradwire.handles.attach import attach
     from gradwire.handles.handle import Handle
-    from gradwire.lang import Codec
-    from gradwire.planner.probe import Probe, probe
+    from gradwire.planner import Plan
+    from gradwire.planner.probe import probe
     from gradwire.trainers import accelerate as accelerate
     from gradwire.trainers import keras as keras
     from gradwire.trainers import lightning as lightning
@@ -72,91 +41,75 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DGC",
     "QSGD",
-    "TBQ",
     "THC",
     "ARTopK",
-    "AdaComp",
     "Aggregator",
     "Auto",
-    "Cast",
     "Codec",
     "CodecError",
     "ConfigError",
     "DeepGradientCompression",
-    "ErrorFeedback",
     "Flexible",
-    "Float8",
-    "GlobalTopK",
-    "GradDrop",
     "GradwireError",
     "Handle",
-    "HardThreshold",
-    "Identity",
-    "LGreco",
     "LWTopK",
-    "LearnedLevels",
-    "LowRank",
-    "MSTopK",
-    "OneBit",
     "Options",
+    "Plan",
     "PowerSGD",
-    "Probe",
-    "RandomK",
-    "RandomShift",
     "Replan",
-    "Rotated",
-    "Saturating",
-    "TernGrad",
-    "ThreeLC",
     "TopK",
     "TopKC",
     "TransportError",
-    "Triggers",
     "all_gather",
     "all_reduce",
     "attach",
     "broadcast",
-    "load_state_dict",
     "probe",
     "reduce_scatter",
     "register",
-    "state_dict",
 ]
 
-# `import torch` imports this package (backend/entry.py), and so does the build of a
-# wheel, where there is no torch: nothing else is imported until one of these names is used. Names
-# that are not listed here are codecs.
+# `import torch` imports this package (backend/entry.py), and so does the build of a wheel, where
+# there is no torch: nothing else is imported until one of these names is used.
 _HOMES = {
     "aggregators": (
-        "ARTopK",
-        "Aggregator",
-        "DeepGradientCompression",
-        "ErrorFeedback",
-        "GlobalTopK",
-        "LWTopK",
-        "PowerSGD",
-        "THC",
-        "TopKC",
+        *("ARTopK", "Aggregator", "DeepGradientCompression", "LWTopK", "PowerSGD", "THC", "TopKC"),
     ),
-    "collectives": (
-        *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
-        *("load_state_dict", "state_dict"),
-    ),
-    "controllers": ("LGreco",),
+    "codecs": ("Codec", "QSGD", "TopK"),
+    "collectives": ("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "errors": ("CodecError", "ConfigError", "GradwireError", "TransportError"),
     "handles.attach": ("attach",),
     "backend.register": ("register",),
     "flexible.flexible": ("Flexible",),
     "handles.handle": ("Handle",),
     "decide.auto": ("Auto",),
-    "planner.probe": ("Probe", "probe"),
+    "planner": ("Plan",),
+    "planner.probe": ("probe",),
     "controllers.replan": ("Replan",),
-    "flexible.triggers": ("Triggers",),
 }
-# Modules that need a trainer's package; so neither `from gradwire import *` nor `dir` has them.
+_MODULES = ("aggregators", "codecs")
+# Modules that need a trainer's package, so `from gradwire import *` has none of them.
 _TRAINERS = ("accelerate", "keras", "lightning", "ray", "transformers")
+# Names of earlier versions -> what to write.
+_RENAMED = {
+    "DGC": "gw.codecs.DGC (the codec), or gw.DeepGradientCompression (the method)",
+    "ErrorFeedback": "gw.aggregators.ErrorFeedback",
+    "GlobalTopK": "gw.aggregators.GlobalTopK",
+    "LGreco": '"lgreco", or gradwire.controllers.LGreco',
+    "Probe": "gradwire.planner.probe.Probe",
+    "Triggers": "gradwire.flexible.triggers.Triggers",
+    "load_state_dict": "gradwire.collectives.load_state_dict",
+    "state_dict": "gradwire.collectives.state_dict",
+    **{
+        name: f"gw.codecs.{name}"
+        for name in (
+            *("AdaComp", "Cast", "Float8", "GradDrop", "HardThreshold", "Identity"),
+            *("LearnedLevels", "LowRank", "MSTopK", "OneBit", "RandomK", "RandomShift"),
+            *("Rotated", "Saturating", "TBQ", "TernGrad", "ThreeLC"),
+        )
+    },
+}
 
 
 if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name
@@ -164,18 +117,22 @@ if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name
     def __getattr__(name: str) -> object:
         from importlib import import_module
 
+        if name in _RENAMED:
+            from gradwire.errors import ConfigError
+
+            raise ConfigError(f"gw.{name} is elsewhere now: write {_RENAMED[name]}")
         if name in _TRAINERS:
             return import_module(f"{__name__}.trainers.{name}")
-        if name not in __all__:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
             try:  # gradwire.codecs, ... without an import of its own
                 return import_module(f"{__name__}.{name}")
             except ModuleNotFoundError:
                 text = f"module {__name__!r} has no attribute {name!r}"
                 raise AttributeError(text) from None
-        home = next((home for home, names in _HOMES.items() if name in names), "codecs")
         value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_MODULES, *_TRAINERS])

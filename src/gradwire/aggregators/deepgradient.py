@@ -25,7 +25,7 @@ as they are, as an optimiser skips a parameter without a gradient.
 Warm-up: the density falls from 1/4 to 1/16, 1/64, ... to `density` in stages of equal length during
 the first `warmup` steps after attach (the paper: four epochs), since gradients change fastest then.
 The first step of each stage compiles its kernels. `handle.stats()["parameters"]` and
-`handle.summary()` tell the bytes of the present stage, `wire_bytes` what was sent in all.
+`str(handle)` tell the bytes of the present stage, `wire_bytes` what was sent in all.
 
 Payload bytes per rank and step: those of codec DGC at that density, about k (v + p / 8) + 2 n / B
 for k = density * n, v bytes per value and p bits per position in a block of B values; they go to

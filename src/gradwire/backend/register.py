@@ -23,7 +23,7 @@ from gradwire import codecs
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.backend.group import Group
 from gradwire.collectives import Options, check_defined
-from gradwire.collectives.calling import check_seed, options_of
+from gradwire.collectives.calling import options_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.handles.arguments import Methods
@@ -31,12 +31,12 @@ from gradwire.handles.attach import attach
 from gradwire.handles.bias import warn_once
 from gradwire.handles.fsdp import parameter_groups, process_groups
 from gradwire.handles.handle import Handle
+from gradwire.handles.renamed import check_renamed
 from gradwire.handles.sharded_plan import not_free
 from gradwire.handles.wrapped import original, plain_name, plain_names, synchronising
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec
 from gradwire.planner import make_plan
-from gradwire.planner.rules import check_coalesce_bytes
 
 
 class Registration:
@@ -74,7 +74,7 @@ class Registration:
             prefix = found
             _check_group(wrapped.process_group)
         elif original(wrapped) is model and isinstance(wrapped, FSDPModule):
-            if "coalesce_bytes" in self._arguments:
+            if self._arguments["options"].coalesce_bytes is not None:
                 raise ConfigError("register: coalesce_bytes is for DDP modules")
             for where, record in parameter_groups(wrapped):
                 reason = not_free(where or "(the root)", record)
@@ -101,10 +101,7 @@ def register(
     exclude: Sequence[str] = (),
     codecs: Mapping[str, Method] | None = None,
     error_feedback: bool = False,
-    seed: int = 0,
-    algorithm: str | None = None,
     options: Options | None = None,
-    coalesce_bytes: int | None = None,
     blob: bool = False,
     group: dist.ProcessGroup | None = None,
     **codec_options: object,
@@ -121,33 +118,29 @@ def register(
         model: a module that DDP or FSDP2 wraps, now or later; a DDP module; or an FSDP2 module;
             compiled or not. If DDP wraps a module that contains it, the other parameters are sent
             uncompressed.
-        codec, include, exclude, codecs, error_feedback, seed, algorithm, options, coalesce_bytes,
-            codec_options: as in `gw.attach` (None: its default), with the names of `model`'s own
-            parameters.
+        codec, include, exclude, codecs, error_feedback, options, codec_options: as in `gw.attach`,
+            with the names of `model`'s own parameters.
         blob: instead of a model: switch `group` to blob mode. From now on the large float tensors
             that a backward pass reduces over it are compressed as a whole, without knowledge of
-            parameters, by `codec` with its options and `seed`. Modules that have handles keep them.
-            Call it on every rank.
+            parameters, by `codec` with its options and the seed of `options`. Modules that have
+            handles keep them. Call it on every rank.
         group: the process group for `blob`; None: the default group.
 
     Raises:
         ConfigError: as `gw.attach`; or a process group of another backend. Errors that can be
             detected only after wrapping are raised by the first forward.
     """
+    check_renamed("register", codec_options)
     check_keywords(register, codec_options, OPTIONS)
     if blob:
         if model is not None:
             raise ConfigError("register: blob=True compresses without a model; give no model")
-        _blob(group, codec, codec_options, seed)
+        _blob(group, codec, codec_options, options_of(options).seed or 0)
         return None
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"register takes a torch.nn.Module, not {type(model).__name__}")
     methods = Methods(codec, codec_options, include, exclude, codecs or {}, error_feedback)
-    arguments = {**vars(methods), "seed": seed, "algorithm": algorithm, "options": options}
-    arguments |= codec_options
-    if coalesce_bytes is not None:
-        check_coalesce_bytes(coalesce_bytes)
-        arguments["coalesce_bytes"] = coalesce_bytes
+    arguments = {**vars(methods), "options": options_of(options), **codec_options}
     # Compiled or not, it is the same model: a script may wrap either.
     wrapped = synchronising(model) or original(model)
     registration = Registration(original(wrapped), arguments)
@@ -155,8 +148,6 @@ def register(
         # What is known before the model is wrapped.
         trained = [(n, p) for n, p in plain_names(wrapped.named_parameters()) if p.requires_grad]
         make_plan(trained, methods.rules(), 1)
-        check_seed(seed)
-        options_of(options, algorithm)
         _wait(registration)
     return registration
 
@@ -165,7 +156,6 @@ def _blob(
     group: dist.ProcessGroup | None, codec: Method, options: Mapping[str, object], seed: int
 ) -> None:
     """Switch a group to blob mode."""
-    check_seed(seed)
     actual = group if group is not None else dist.group.WORLD
     _check_group(actual)
     assert isinstance(actual, Group)

@@ -53,12 +53,6 @@ def op_of(op: Op) -> str:
     raise ConfigError(f"op={op!r:.60}: give one of {known}")
 
 
-def check_seed(seed: int) -> None:
-    """Raise ConfigError unless `seed` is an integer from 0 to below 2^64."""
-    if type(seed) is not int or not 0 <= seed < 1 << 64:
-        raise ConfigError(f"seed={seed!r:.60}: give an integer that is not negative, below 2^64")
-
-
 def flat_residual(
     residual: torch.Tensor | None, numel: int, *others: torch.Tensor
 ) -> torch.Tensor | None:
@@ -85,7 +79,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def options_of(options: Options | None, algorithm: str | None) -> Options:
+def options_of(options: Options | None, algorithm: str | None = None) -> Options:
     """`options`, with `algorithm` if it is given. Raises ConfigError for a wrong type."""
     if not (options is None or isinstance(options, Options)):
         raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")

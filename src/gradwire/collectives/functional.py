@@ -21,7 +21,6 @@ from gradwire.collectives.calling import (
     Async,
     Op,
     begin,
-    check_seed,
     check_tensor,
     codec_of,
     flat,
@@ -30,7 +29,7 @@ from gradwire.collectives.calling import (
     op_of,
     options_of,
 )
-from gradwire.collectives.options import Options
+from gradwire.collectives.options import OF_ATTACH, Options, check_seed
 from gradwire.collectives.typed import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError
@@ -276,7 +275,11 @@ def _checked(
     check_seed(seed)
     if step is not None and (type(step) is not int or not 0 <= step < _COUNTED):
         raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more, or None")
-    return _communicator(group), options_of(options, algorithm)
+    chosen = options_of(options, algorithm)
+    for name in OF_ATTACH:
+        if getattr(chosen, name) is not None:
+            raise ConfigError(f"options: {name} of gw.Options is for gw.attach: leave it out")
+    return _communicator(group), chosen
 
 
 def _check_shards(

@@ -38,9 +38,23 @@ class Options:
             receiver and one sender (docs/reference/algorithms.md).
         batched: one kernel call for all tensors of a task; False: one call per tensor, to measure
             the effect of batching.
+        seed: for attach: of random numbers; not negative, below 2^64; None: 0.
+        coalesce_bytes: for attach: DDP's buckets are combined until they hold at least as many
+            bytes, or the pass ends; 0 sends each bucket by itself. None: 256 KiB, or 0 for modules
+            with skip_all_reduce_unused_params.
+        keep: for attach: what a rank keeps of weights that it gathered for forward. "payload", the
+            default: the payloads of all ranks, so that backward gathers nothing, in the memory of
+            the compressed model; payloads of groups that are not trained are kept on, until
+            somebody changes them. "none", the default if that would take more than a quarter of the
+            memory that is free on any rank: backward gathers the same payloads again. "redraw":
+            nothing, and backward encodes the weights anew (THESIS Alg. C.1), with other random
+            numbers. "reference": the decoded weights, the whole model on every rank in the dtype in
+            which it is gathered: then each new version of the weights is sent as the difference to
+            them, for which 4 bits suffice ("randomshift:bits=4"), backward gathers nothing, and
+            errors do not add up.
 
     Raises:
-        ConfigError: an unknown algorithm or target, a number below one, or an option of another
+        ConfigError: an unknown algorithm or target, a number out of range, or an option of another
             algorithm.
     """
 
@@ -55,6 +69,9 @@ class Options:
     between: str = "auto"
     coordinated: bool = False
     batched: bool = True
+    seed: int | None = None
+    coalesce_bytes: int | None = None
+    keep: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, str):
@@ -85,12 +102,22 @@ class Options:
         for name in ("coordinated", "batched"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: use True or False")
+        if self.seed is not None:
+            check_seed(self.seed)
+        held = self.coalesce_bytes
+        if held is not None and (type(held) is not int or held < 0):
+            raise ConfigError(f"coalesce_bytes={held!r}: give a number of bytes, 0 or more")
         for name, default, owners in _OWNED:
             if getattr(self, name) != default and self.algorithm not in owners:
                 raise ConfigError(
                     f"{name} is an option of the algorithm {' and '.join(owners)}, "
                     f"not of {self.algorithm}"
                 )
+
+    @property
+    def of_collectives(self) -> Options:
+        """Without those that are for attach."""
+        return replace(self, seed=None, coalesce_bytes=None, keep=None)
 
     def through(self, algorithm: str) -> Options:
         """These options with another algorithm, without options of specific algorithms."""
@@ -102,6 +129,15 @@ class Options:
         text = f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
         given = [f", {n} {getattr(self, n)}" for n, _, owners in _OWNED if self.algorithm in owners]
         return text + "".join(given)
+
+
+OF_ATTACH = ("seed", "coalesce_bytes", "keep")
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError unless `seed` is an integer from 0 to below 2^64."""
+    if type(seed) is not int or not 0 <= seed < 1 << 64:
+        raise ConfigError(f"seed={seed!r:.60}: give an integer that is not negative, below 2^64")
 
 
 # (option, its default, the algorithms that have it)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gradwire.codecs.checks import integer, number, one_of
 from gradwire.controllers.error import METRICS
+from gradwire.controllers.policy import Policy
 from gradwire.errors import ConfigError
 
 WEIGHTS = ("bytes", "priority", "time")
@@ -26,6 +27,7 @@ class Replan:
     """When a policy decides, and within which error.
 
     Args:
+        policy: a policy, or its name with options.
         every: passes between two decisions (THESIS 4.5: the evaluation period).
         first: passes before the first one; give more than the steps in which the learning rate
             warms up. None: `every`.
@@ -47,6 +49,7 @@ class Replan:
         ConfigError: a number out of range.
     """
 
+    policy: Policy | str = "lgreco"
     every: int = 500
     first: int | None = None
     average: int = 20

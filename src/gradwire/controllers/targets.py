@@ -23,6 +23,7 @@ from gradwire.controllers.families import (
     Mixture,
     Rank,
 )
+from gradwire.controllers.replan import Replan
 from gradwire.errors import ConfigError
 from gradwire.planner import Plan, Rules
 from gradwire.planner.plan import ParameterPlan, meaning
@@ -218,6 +219,15 @@ def policy_of(given: object) -> Policy:
             )
         return given
     raise ConfigError(
-        f"policy={given!r:.60}: give a policy, such as gw.LGreco(), or the name of one: "
-        + ", ".join(registry.REGISTRY)
+        f"policy={given!r:.60}: give a policy, or the name of one: {', '.join(registry.REGISTRY)}"
     )
+
+
+def decides_of(given: object) -> tuple[Policy, Replan]:
+    """The policy that a user means, and when it decides.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    replan = given if isinstance(given, Replan) else Replan()
+    return policy_of(replan.policy if isinstance(given, Replan) else given), replan

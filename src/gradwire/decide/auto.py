@@ -26,7 +26,7 @@ from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.controllers import Policy
 from gradwire.controllers.replan import Replan
-from gradwire.controllers.targets import policy_of
+from gradwire.controllers.targets import decides_of
 from gradwire.decide.policy import Adaptation, Subject
 from gradwire.decide.scripts import Pass, Passes, Script, Tell, Use, nothing, tried
 from gradwire.errors import ConfigError
@@ -41,7 +41,6 @@ LOOKS = 2  # in succession that must see a change
 _FIRST = 4  # passes before the first trial; DDP rebuilds its buckets after the first
 _TURNS = 2
 _REMEMBERED, _FEWEST = 20, 5  # passes, and those that make a median
-_REPLAN = Replan()
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Auto:
         codecs: what may be used beside none and bf16, from the most exact to the least.
         methods: further methods by name, as `attach` takes them ("powersgd:rank=8"), from the most
             exact to the least.
-        policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
-        replan: when the policy decides.
+        policy: chooses bits per parameter once a codec is in use: a policy or its name, gw.Replan,
+            which says when it decides, too, or None.
         trial: passes of each candidate in each of two turns, beyond two that are not timed.
         watch: passes between two looks at their pace. 0: what was decided stays.
         changed: the share by which a pass must have changed, in two looks one after the other, for
@@ -66,8 +65,7 @@ class Auto:
 
     codecs: Sequence[str] = ("qsgd:bits=4",)
     methods: Sequence[str] = ()
-    policy: Policy | str | None = "lgreco"
-    replan: Replan = _REPLAN
+    policy: Policy | Replan | str | None = "lgreco"
     trial: int = 8
     watch: int = 50
     changed: float = 0.2
@@ -86,20 +84,18 @@ class Auto:
         for one in self.candidates:
             if self.candidates.count(one) > 1:
                 raise ConfigError(f"Auto: {one!r} would be tried twice: leave it out once")
-        if self.policy is not None and policy_of(self.policy).budget is not None:
-            raise ConfigError(
-                f"gw.Auto: policy={self.policy!r:.60}: its budget is the codec that is chosen: "
-                "leave the policy's budget out"
-            )
-        if not isinstance(self.replan, Replan):
-            raise ConfigError(
-                f"Auto: replan={self.replan!r:.60}: give gw.Replan(...), or leave it out"
-            )
-        if self.replan.mixed:
-            raise ConfigError(
-                'Auto: replan has mixed=True, which needs error feedback, and "auto" keeps none: '
-                "leave it out, or give attach a codec, a policy and error_feedback"
-            )
+        if self.policy is not None:
+            policy, replan = decides_of(self.policy)
+            if policy.budget is not None:
+                raise ConfigError(
+                    f"gw.Auto: policy={self.policy!r:.60}: its budget is the codec that is chosen: "
+                    "leave the policy's budget out"
+                )
+            if replan.mixed:
+                raise ConfigError(
+                    'Auto: policy has mixed=True, which needs error feedback, and "auto" keeps '
+                    "none: leave it out, or give attach a codec, a policy and error_feedback"
+                )
         checks.integer(self, "trial", 1)
         checks.integer(self, "watch", 0)
         checks.number(self, "changed", above=0)
@@ -184,8 +180,7 @@ class Automatic:
         if self._auto.policy is None:
             return
         try:
-            policy = policy_of(self._auto.policy)
-            self._on.adaptation = Adaptation(policy, self._auto.replan, self._on)
+            self._on.adaptation = Adaptation(*decides_of(self._auto.policy), self._on)
         except ConfigError as error:
             self._note(f"no policy chooses bits: {error}")
 

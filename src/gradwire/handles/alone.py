@@ -26,7 +26,6 @@ from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.handles.wrapped import plain_names
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.files import PlanFile
-from gradwire.planner.rules import check_coalesce_bytes
 from gradwire.state.formats import StateGather
 from gradwire.state.state import members_of
 
@@ -68,7 +67,6 @@ class Alone(Reductions):
 
     def changed(self, plan: Plan, given: Mapping[str, Any]) -> Plan:
         held = given.get("coalesce_bytes", plan.coalesce_bytes)
-        check_coalesce_bytes(held)
         return replace(plan, coalesce_bytes=held)
 
     def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from gradwire.aggregators import registry
+from gradwire.aggregators import Aggregator, registry
 from gradwire.aggregators.registry import Method
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -34,7 +34,7 @@ class Methods:
         codec, include, exclude, codecs, error_feedback: see `attach`.
     """
 
-    codec: Method = "qsgd"
+    codec: Method | Auto = "qsgd"
     options: Mapping[str, object] | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -130,32 +130,21 @@ class Decides:
     auto: Auto | None = None
 
     @classmethod
-    def of(
-        cls, policy: object, replan: object, auto: object, methods: Methods, model: object
-    ) -> tuple[Decides, Methods]:
+    def of(cls, policy: object, methods: Methods, model: object) -> tuple[Decides, Methods]:
         """Also the methods to begin with."""
-        if policy is replan is auto is None and methods.codec != "auto":
+        named = isinstance(methods.codec, str | Codec | Aggregator | None)
+        if policy is None and named and methods.codec != "auto":
             return cls(), methods
-        from gradwire.controllers.replan import Replan
-        from gradwire.controllers.targets import policy_of
+        from gradwire.controllers.targets import decides_of
         from gradwire.decide.auto import Auto
 
-        if not (auto is None or isinstance(auto, Auto)):
-            raise ConfigError(f"attach: auto={auto!r:.60}: give gw.Auto(...), or leave it out")
-        if methods.codec == "auto":
-            _check_automatic(model, methods, {"policy": policy, "replan": replan})
-            return cls(auto=auto or Auto()), replace(methods, codec="bf16")
-        if auto is not None:
-            raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')
+        if methods.codec == "auto" or isinstance(methods.codec, Auto):
+            _check_automatic(model, methods, policy)
+            auto = methods.codec if isinstance(methods.codec, Auto) else Auto()
+            return cls(auto=auto), replace(methods, codec="bf16")
         if policy is None:
-            raise ConfigError(
-                "attach: replan is for a policy: give policy, too, such as gw.LGreco()"
-            )
-        if not (replan is None or isinstance(replan, Replan)):
-            raise ConfigError(
-                f"attach: replan={replan!r:.60}: give a gw.Replan, such as gw.Replan(every=500)"
-            )
-        found = policy_of(policy)
+            return cls(), methods
+        found, replan = decides_of(policy)
         if found.budget is not None:
             if methods.options or methods.codec not in ("qsgd", found.budget):
                 raise ConfigError(
@@ -164,7 +153,6 @@ class Decides:
                     "budget"
                 )
             methods = replace(methods, codec=found.budget)
-        replan = replan or Replan()
         if isinstance(model, FSDPModule) and replan.mixed:
             raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
         if isinstance(model, FSDPModule) and replan.weigh != "bytes":
@@ -214,7 +202,7 @@ class Decides:
             on.automate(self.auto)
 
 
-def _check_automatic(model: object, methods: Methods, given: Mapping[str, object]) -> None:
+def _check_automatic(model: object, methods: Methods, policy: object) -> None:
     """Raise ConfigError for what does not go with "auto"."""
     if isinstance(model, FSDPModule):
         raise ConfigError(
@@ -222,7 +210,8 @@ def _check_automatic(model: object, methods: Methods, given: Mapping[str, object
             "--sharded` predicts what it saves)"
         )
     feedback = {"error_feedback": methods.error_feedback or None}
-    for name, value in {**given, **(methods.options or {}), **feedback}.items():
+    given = {"policy": policy, **(methods.options or {}), **feedback}
+    for name, value in given.items():
         if value is not None:
             raise ConfigError(
                 f'attach: {name}={value!r:.60}: "auto" decides this; gw.Auto says between what'

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
-from gradwire.collectives.calling import check_seed, options_of
+from gradwire.collectives.calling import options_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.handles.alone import attach_alone
@@ -23,10 +23,10 @@ from gradwire.handles.arguments import Decides, Methods, WeightsGiven, read_plan
 from gradwire.handles.ddp import COALESCE_BYTES, Planned, plan_ddp
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
+from gradwire.handles.renamed import check_renamed
 from gradwire.handles.uncompiled import refuse
 from gradwire.handles.wrapped import in_hand
 from gradwire.planner.files import PlanFile
-from gradwire.planner.rules import check_coalesce_bytes
 from gradwire.planner.weights import Weights
 
 if TYPE_CHECKING:  # loaded on use: most handles have no policy
@@ -40,22 +40,16 @@ log = logging.getLogger("gradwire")
 
 def attach(
     model: torch.nn.Module | FSDPModule | Callable[..., Any],
-    codec: Method = "qsgd",
+    codec: Method | Auto = "qsgd",
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     codecs: Mapping[str, Method] | None = None,
     error_feedback: bool = False,
-    seed: int = 0,
-    algorithm: str | None = None,
     options: Options | None = None,
-    coalesce_bytes: int = COALESCE_BYTES,
     weights: Weights = None,
-    keep: str | None = None,
     plan: PlanFile | str | os.PathLike[str] | None = None,
-    policy: Policy | str | None = None,
-    replan: Replan | None = None,
-    auto: Auto | None = None,
+    policy: Policy | Replan | str | None = None,
     **codec_options: object,
 ) -> Handle:
     """Compress the gradients that `model` synchronises; with `weights`, what FSDP2 gathers, too.
@@ -76,9 +70,9 @@ def attach(
             move from GPU to GPU; over gloo alone, through host memory.
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
-            list`), a Codec, an Aggregator, or None for no compression. "auto", for DDP, measures
-            and decides (docs/how-to/automatic.md). On the CPU, where a rank can compile no kernels,
-            bf16 is sent instead, with a warning (docs/reference/kernels.md).
+            list`), a Codec, an Aggregator, or None for no compression. "auto" or gw.Auto(), for
+            DDP, measures and decides (docs/how-to/automatic.md). On the CPU, where a rank can
+            compile no kernels, bf16 is sent instead, with a warning (docs/reference/kernels.md).
         include: name patterns ("*.bias") to compress although they have fewer dimensions. Names
             are those of the bare model, without the segments `_orig_mod` and
             `_checkpoint_wrapped_module` of torch.compile and activation checkpointing.
@@ -90,40 +84,24 @@ def attach(
             "globaltopk" and "dgc" always do. A biased codec (`Codec.biased`: topk, onebit, ...)
             without it warns once per process, and so does error feedback around a method whose
             error may be larger than what it encodes (`Codec.contracts`: terngrad, qsgd:bits=2).
-        seed: of random numbers; not negative, below 2^64.
-        algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
-            `options`. FSDP2 modules have "sra" and "hierarchical": in two levels, for several ranks
-            per machine, so that what is gathered and scattered crosses between machines once.
-        options: algorithm, segments, checksum, kernels.
-        coalesce_bytes: DDP's buckets are combined until they hold at least as many bytes, or the
-            pass ends; 0 sends each bucket by itself. It is 0 for modules with
-            skip_all_reduce_unused_params.
+        options: how collectives run: algorithm (docs/reference/algorithms.md), seed, and more; see
+            gw.Options. FSDP2 modules have the algorithms "sra" and "hierarchical": in two levels,
+            for several ranks per machine, so that what is gathered and scattered crosses between
+            machines once.
         weights: of an FSDP2 module: the codec in which its weights are gathered ("randomshift",
             8 bits in blocks of 1024; see docs/how-to/fsdp2.md); None leaves that to FSDP2. Vectors
             and parameters of fewer than 4096 values are gathered uncompressed. Or name pattern ->
             codec, of which the first match counts; what matches none is gathered uncompressed, and
             so is what holds values that are not finite. Forward, backward and the module's
             `unshard()` give decoded weights; the optimizer's shards are exact.
-        keep: what a rank keeps of weights that it gathered for forward. "payload", the default: the
-            payloads of all ranks, so that backward gathers nothing, in the memory of the compressed
-            model; payloads of groups that are not trained are kept on, until somebody changes them.
-            "none", the default if that would take more than a quarter of the memory that is free on
-            any rank: backward gathers the same payloads again. "redraw": nothing, and backward
-            encodes the weights anew (THESIS Alg. C.1), with other random numbers. "reference": the
-            decoded weights, the whole model on every rank in the dtype in which it is gathered:
-            then each new version of the weights is sent as the difference to them, for which 4 bits
-            suffice ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
-
         plan: a file that `handle.plan.save` wrote, of the same model: it says how each parameter
             is sent, in place of codec, include, exclude, codecs, error_feedback and weights. One of
             `gradwire plan --save`, for DDP, has algorithm, segments and coalesce_bytes, too, for
-            calls that leave them out, and what is expected of a pass.
-
+            options that leave them out, and what is expected of a pass.
         policy: changes methods per parameter while training runs, at no more than the error that
-            `codec` would make everywhere: gw.LGreco() or another policy, or its name with options
-            (docs/how-to/adaptive.md). `codec` is "qsgd", "topk" or "powersgd".
-        replan: when the policy decides; gw.Replan().
-        auto: how "auto" decides; gw.Auto().
+            `codec` would make everywhere: by name, with options ("lgreco"), or an object of one's
+            own (docs/how-to/adaptive.md); gw.Replan(policy, every=500) also says when it decides.
+            `codec` is "qsgd", "topk" or "powersgd".
 
     With an FSDP2 module, "qsgd" has blocks of 1024 values unless `block` is given (THESIS 5.6.1).
 
@@ -139,12 +117,12 @@ def attach(
     """
     model = in_hand(model)
     with _refusing(model, weights is not None or plan is not None):
+        check_renamed("attach", codec_options)
         check_keywords(attach, codec_options, OPTIONS)
-        sent = options_of(options, algorithm)
-        check_seed(seed)
-        check_coalesce_bytes(coalesce_bytes)
+        given = options_of(options)
+        sent, seed, held = given.of_collectives, given.seed or 0, given.coalesce_bytes
         methods = Methods(codec, codec_options, include, exclude, codecs, error_feedback)
-        gathered = WeightsGiven(weights, keep)
+        gathered = WeightsGiven(weights, given.keep)
         pinned = None
         if plan is not None:
             pinned = read_plan(plan, gathered)
@@ -152,14 +130,13 @@ def attach(
             gathered = replace(gathered, by=pinned.weights_by_name())
             if pinned.planned and isinstance(model, FSDPModule):
                 raise ConfigError("attach: plan: gradwire plan has planned for DDP, not for FSDP2")
-            if algorithm is None:
-                sent = pinned.options(sent)
-            if coalesce_bytes == COALESCE_BYTES:
-                coalesce_bytes = pinned.planned.get("coalesce_bytes", coalesce_bytes)
-        decides, methods = Decides.of(policy, replan, auto, methods, model)
+            sent = pinned.options(sent)
+            if held is None:
+                held = pinned.planned.get("coalesce_bytes")
+        decides, methods = Decides.of(policy, methods, model)
         planned: PlannedShards | Planned
         if isinstance(model, FSDPModule):
-            if coalesce_bytes != COALESCE_BYTES:
+            if held is not None:
                 raise ConfigError(
                     "attach: coalesce_bytes is for DDP's buckets; FSDP2 scatters group by group: "
                     "leave it out"
@@ -170,7 +147,7 @@ def attach(
             planned = plan_sharded(model, rules, weights=used, options=sent, pinned=pinned)
         elif isinstance(model, DistributedDataParallel):
             gathered.refuse()
-            planned = plan_ddp(model, methods.rules(), sent, coalesce_bytes, pinned)
+            planned = plan_ddp(model, methods.rules(), sent, held, pinned)
             if hook_state(model).reducer is not None:
                 raise ConfigError(
                     "this module already has a handle attached: call its detach() before attaching "
@@ -178,7 +155,8 @@ def attach(
                 )
         else:
             gathered.rules()  # for FSDP2, which is not used in a single process
-            of = methods.rules(), (sent, coalesce_bytes), seed, pinned, decides
+            held = COALESCE_BYTES if held is None else held
+            of = methods.rules(), (sent, held), seed, pinned, decides
             return _told(attach_alone(model, *of), pinned)
     return _told(planned.handle(seed, decides), pinned)
 

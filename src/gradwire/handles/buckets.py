@@ -30,7 +30,6 @@ from gradwire.handles.rehearsal import alike, rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.handles.torch_versions import values_of
 from gradwire.planner import Plan, Rules, make_plan
-from gradwire.planner.rules import check_coalesce_bytes
 from gradwire.waiting import until_set
 
 
@@ -315,7 +314,6 @@ class Buckets(Reductions):
                 "alone: leave them out"
             )
         held = given.get("coalesce_bytes", plan.coalesce_bytes)
-        check_coalesce_bytes(held)
         return replace(plan, coalesce_bytes=held)
 
     def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:

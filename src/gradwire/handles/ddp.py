@@ -69,7 +69,7 @@ def plan_ddp(
     model: DistributedDataParallel,
     rules: Rules,
     options: Options | None = None,
-    coalesce_bytes: int = COALESCE_BYTES,
+    coalesce_bytes: int | None = None,
     pinned: PlanFile | None = None,
 ) -> Planned:
     """Check a module and plan it on this rank, before ranks agree.
@@ -93,7 +93,8 @@ def plan_ddp(
         pinned.check(named)
     whole = getattr(model, "skip_all_reduce_unused_params", False)
     size = model.process_group.size()
-    plan = make_plan(named, rules, size, options, 0 if whole else coalesce_bytes)
+    held = COALESCE_BYTES if coalesce_bytes is None else coalesce_bytes
+    plan = make_plan(named, rules, size, options, 0 if whole else held)
     if whole and any(p.aggregator.scope == "model" for p in plan.parameters):
         raise ConfigError(
             "an aggregator over the whole model needs all of its gradients: wrap the module "

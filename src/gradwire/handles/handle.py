@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
+from gradwire.collectives.calling import options_of
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.handles.metrics import EVERY, times_less
-from gradwire.handles.reductions import Reductions, with_options
+from gradwire.handles.reductions import Reductions
+from gradwire.handles.renamed import ATTRIBUTES, check_renamed
 from gradwire.handles.sections import (
     aggregators_section,
     policy_section,
@@ -28,10 +30,6 @@ from gradwire.planner.weights import Weights
 from gradwire.state.formats import StateGather
 from gradwire.state.state import Saved, StateSection
 
-if TYPE_CHECKING:
-    from gradwire.decide.auto import Automatic
-    from gradwire.decide.policy import Adaptation
-
 SMALLEST = 100_000  # values of a parameter; learning does not pay below (THESIS 5.6.2)
 
 
@@ -44,7 +42,7 @@ class _Unchanged:
 
 _SAME: Any = _Unchanged()
 _TOLD = 3  # of the newest decisions in a summary
-_FIXED = {"seed", "keep", "plan", "policy", "replan", "auto"}  # arguments of `attach` alone
+_FIXED = {"plan", "policy"}  # arguments of `attach` alone
 
 
 class Handle(Saved):
@@ -70,16 +68,6 @@ class Handle(Saved):
         """How each parameter is synchronised: the plan in force."""
         return self._reductions.switch.plan
 
-    @property
-    def adaptation(self) -> Adaptation | None:
-        """Of a policy; None: there is none at work."""
-        return self._reductions.adaptation
-
-    @property
-    def automatic(self) -> Automatic | None:
-        """What chooses the plan with "auto"; None: the caller did."""
-        return self._reductions.automatic
-
     # ---- plans
 
     def update(
@@ -90,9 +78,7 @@ class Handle(Saved):
         exclude: Sequence[str] = _SAME,
         codecs: Mapping[str, Method] = _SAME,
         error_feedback: bool = _SAME,
-        algorithm: str | None = None,
         options: Options | None = None,
-        coalesce_bytes: int | None = None,
         weights: Weights = _SAME,
         **codec_options: object,
     ) -> Update:
@@ -106,13 +92,15 @@ class Handle(Saved):
             handle.update(bits=3)
             handle.update("topk", density=0.01)
             handle.update(codecs={"0.weight": "topk:density=0.05"})
-            handle.update(algorithm="ring")
+            handle.update(options=gw.Options(algorithm="ring"))
 
         Args:
             codec: the new default codec; options that are not given have their defaults. Without
                 it, `codec_options` change the present default codec.
             codecs: these precede the present ones; a known pattern gets the new codec.
-            include, exclude, error_feedback, algorithm, options, coalesce_bytes: as in `attach`.
+            include, exclude, error_feedback: as in `attach`.
+            options: in place of the present ones; seed and keep stay as `attach` was told, and so
+                does coalesce_bytes if it is left out.
             weights: of an FSDP2 module that was attached with `weights`: from the forward on that
                 follows the switch. What is kept of gathered weights stays as `attach` was told.
 
@@ -133,21 +121,27 @@ class Handle(Saved):
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
         others: dict[str, Any] = {}  # of one kind of module each
-        if coalesce_bytes is not None:
-            others["coalesce_bytes"] = coalesce_bytes
+        held = getattr(options, "coalesce_bytes", None)
+        if held is not None:
+            others["coalesce_bytes"] = held
         if weights is not _SAME:
             others["weights"] = weights
         on = self._reductions
 
         def changed(before: Plan) -> Plan:
-            for name in _FIXED.intersection(codec_options):
+            check_renamed("update", codec_options)
+            fixed = _FIXED.intersection(codec_options)
+            fixed |= {n for n in ("seed", "keep") if getattr(options, n, None) is not None}
+            for name in fixed:
                 raise ConfigError(
                     f"update: {name} is as `attach` was told: detach and attach again"
                 )
             if codec == "auto":
                 raise ConfigError('update: "auto" is for attach: detach and attach again')
             try:
-                plan = with_options(replace(before, version=before.version + 1), options, algorithm)
+                plan = replace(before, version=before.version + 1)
+                if options is not None:
+                    plan = replace(plan, options=options_of(options).of_collectives)
                 plan = on.changed(plan, others)
                 rules = before.rules.changed(codec_options, **on.methods(given, codec_options))
                 return on.remade(plan, rules)
@@ -156,6 +150,13 @@ class Handle(Saved):
                 raise
 
         return on.switch.ask(changed)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name in ATTRIBUTES:
+                raise ConfigError(f"handle.{name} is no more: write {ATTRIBUTES[name]}")
+            raise AttributeError(f"a handle has no attribute {name!r}")
 
     def _check_attached(self, verb: str) -> None:
         if not self._reductions.installed:
@@ -330,11 +331,6 @@ class Handle(Saved):
         found = on.metrics.read(totals, self._plan_now(), self._members, layers, every)
         return {prefix + key: value for key, value in found.items()}
 
-    @property
-    def attached(self) -> bool:
-        """Whether gradients go through it: until `detach`."""
-        return self._reductions.installed
-
     def history(self) -> list[dict[str, Any]]:
         """What a policy and "auto" have decided so far, in order. Of each decision: step (passes
         until then), by (the policy's name, or "auto"), line (what was decided, and why), and what
@@ -342,11 +338,11 @@ class Handle(Saved):
         """
         return [dict(row) for row in self._reductions.decisions]
 
-    def summary(self) -> str:
+    def __str__(self) -> str:
         """What is attached, as text: the codec of each group of parameters with its bits per value,
         the bytes that a step is expected to send from this rank, algorithm, transport, memory of
-        residuals, the newest decisions (see `history`), and updates that are not in force yet.
-        `print(handle)` prints it; `repr` is its first line.
+        residuals, the newest decisions (see `history`), and updates that are not in force yet;
+        `repr` is its first line.
 
         It can be called at any time, on one rank alone: it sends nothing and waits for no rank.
         Bytes are those of all gradients in one collective, headers included; more buckets have more
@@ -363,9 +359,6 @@ class Handle(Saved):
         pending = [f"  {update}" for update in on.switch.pending()]
         found = summary(self._what(), *of)
         return "\n".join([found, *remarks, *decided[-_TOLD:], *pending])
-
-    def __str__(self) -> str:
-        return self.summary()
 
     def __repr__(self) -> str:
         return headline(self._what(), self.plan, self.rank, self.world_size)
@@ -394,10 +387,10 @@ class Handle(Saved):
 
     # ---- state
 
-    def sections(self) -> list[StateSection]:
+    def _sections(self) -> list[StateSection]:
         on = self._reductions
         return [
-            policy_section(self.adaptation, loads=not self.takes_any_plan()),
+            policy_section(on.adaptation, loads=not self._takes_any_plan()),
             sharding_section(on.sharding),
             steps_section(self._members, lambda: self.plan, self._seed, self._seeded),
             aggregators_section(self._members, on.sharding, on.idle),
@@ -407,8 +400,8 @@ class Handle(Saved):
     def _seeded(self, seed: int) -> None:
         self._seed = seed
 
-    def takes_any_plan(self) -> bool:
-        return self.automatic is not None
+    def _takes_any_plan(self) -> bool:
+        return self._reductions.automatic is not None
 
     # ---- its end
 

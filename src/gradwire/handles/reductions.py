@@ -10,14 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gradwire.aggregators import Attached, Observation, drop_programs
-from gradwire.collectives import AllReduce, Options, ScopeProgram
-from gradwire.collectives.calling import begin, options_of
+from gradwire.collectives import AllReduce, ScopeProgram
+from gradwire.collectives.calling import begin
 from gradwire.decide.scripts import DecidingRank, Make, Runner
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError
@@ -330,7 +329,7 @@ class Reductions:
         """See `Handle.learn_levels`."""
         raise ConfigError(
             "learn_levels: it is for FSDP2 modules; give a DDP module's codec its levels: "
-            "gw.LearnedLevels.learn(gradient, bits=...)"
+            "gw.codecs.LearnedLevels.learn(gradient, bits=...)"
         )
 
     # ---- what is told of them
@@ -373,15 +372,3 @@ class Reductions:
         """Issue nothing any more."""
         for owner in self.all_owners():
             owner.comm.close_owner(owner)
-
-
-def with_options(plan: Plan, options: Options | None, algorithm: str | None) -> Plan:
-    """`plan` with these options of an update; a new algorithm drops options of the previous one.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
-    before = plan.options
-    if options is None and algorithm is not None and algorithm != before.algorithm:
-        return replace(plan, options=before.through(algorithm))
-    return replace(plan, options=options_of(options or before, algorithm))

@@ -1,4 +1,4 @@
-"""What a handle says of itself: `handle.summary()`, which is what `print(handle)` prints.
+"""What a handle says of itself: `print(handle)`.
 
 It only looks at what this rank knows: nothing is sent, and no rank is waited for. What the first
 step decides is named as not known before it.

@@ -127,12 +127,6 @@ def in_16_bits(dtype: torch.dtype) -> Codec | None:
     return None if dtype.itemsize <= 2 else Cast("bf16")
 
 
-def check_coalesce_bytes(coalesce_bytes: object) -> None:
-    """Raise ConfigError unless it is a number of bytes."""
-    if type(coalesce_bytes) is not int or coalesce_bytes < 0:
-        raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
-
-
 def exactly(name: str) -> str:
     """The pattern that matches this name alone."""
     return re.sub(r"([*?[])", r"[\1]", name)

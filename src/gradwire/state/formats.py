@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from gradwire.collectives.calling import check_seed
+from gradwire.collectives.options import check_seed
 from gradwire.control import digest
 from gradwire.engine import Communicator, Issue, Ticket, ranks_of, run_with_peers
 from gradwire.errors import ConfigError, GradwireError, TransportError
@@ -96,7 +96,7 @@ def check_caller(world_size: int = 1) -> None:
         if caller in _DCP:
             raise ConfigError(
                 "torch.distributed.checkpoint would mix the states of ranks, whose keys are alike: "
-                "save {'gradwire': handle.checkpoint()}, and load with handle.load_checkpoint(path)"
+                "save {'gradwire': handle.checkpoint()}, and load with handle.load(path)"
             )
         if caller in _OF_RANK_0 and world_size > 1:
             raise ConfigError(
@@ -365,13 +365,13 @@ def read_states(
             dcp.load({key: keys}, storage_reader=reader)
         except RuntimeError as error:  # of torch's collectives: what reading raises is told in them
             raise TransportError(
-                f"load_checkpoint: {path} was not read together: {_in_a_line(error)}: see whether "
+                f"load: {path} was not read together: {_in_a_line(error)}: see whether "
                 "another rank has failed"
             ) from error
         states = [from_keys(keys, _begin(one, saved_part)) for one in wanted]
         if any(state.get("world_size") != len(found) for state in states):
             raise ConfigError(
-                f"load_checkpoint: {path} has the states of {len(found)} ranks, not of all "
+                f"load: {path} has the states of {len(found)} ranks, not of all "
                 f"{states[0].get('world_size')}: save handle.checkpoint() on every rank"
             )
         return use(states)
@@ -390,14 +390,14 @@ def _on_all(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
         refused = error
         if not isinstance(error, GradwireError):
             what = f"{path} is damaged or not complete: {_in_a_line(error)}: load an older one"
-            refused = ConfigError(f"load_checkpoint: {what}")
-        said = str(refused).removeprefix("load_checkpoint: ")
+            refused = ConfigError(f"load: {what}")
+        said = str(refused).removeprefix("load: ")
     job = [communicator()] if dist.is_initialized() else []
-    for rank, text in enumerate(ranks_of(job).tell("load_checkpoint", said).result()):
+    for rank, text in enumerate(ranks_of(job).tell("load", said).result()):
         if said is not None:
             raise refused from None
         if text is not None:
-            raise ConfigError(f"load_checkpoint: rank {rank}: {text}")
+            raise ConfigError(f"load: rank {rank}: {text}")
     return made
 
 
@@ -414,9 +414,7 @@ def _saved_parts(
         metadata: Metadata = reader.read_metadata()
         of_key = metadata.state_dict_metadata
     except Exception as error:  # it is a pickle: a damaged one raises anything
-        raise ConfigError(
-            f"load_checkpoint: {path} has no checkpoint: {_in_a_line(error)}"
-        ) from None
+        raise ConfigError(f"load: {path} has no checkpoint: {_in_a_line(error)}") from None
     begins = re.compile(re.escape(key) + r"\.((?:part(\d+)/)?rank(\d+)/)(.*)")
     parts: dict[int | None, dict[int, dict[str, torch.Tensor]]] = {}
     for name, of in of_key.items():
@@ -427,7 +425,7 @@ def _saved_parts(
             found.setdefault(int(match[3]), {})[match[1] + match[4]] = empty
     if not parts:
         raise ConfigError(
-            f"load_checkpoint: {path} has no state of a handle under {key!r}: save "
+            f"load: {path} has no state of a handle under {key!r}: save "
             f"{{{key!r}: handle.checkpoint()}} with it, or name its key"
         )
     for part, found in parts.items():
@@ -447,7 +445,7 @@ def _same_part(saved: Iterable[int | None], part: int | None) -> int | None:
     known = sorted({one for one in here if one is not None})
     if part is None or len(parts) != len(known):
         raise ConfigError(
-            f"load_checkpoint: the checkpoint is of {len(parts) or 1} handles side by side, and "
+            f"load: the checkpoint is of {len(parts) or 1} handles side by side, and "
             f"this job has {len(known) or 1}: load it into a mesh with as many"
         )
     return parts[known.index(part)]

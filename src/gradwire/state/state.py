@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from gradwire.aggregators import OWED, Attached, StateSpec
 from gradwire.aggregators.error_feedback import RESIDUAL
@@ -206,6 +207,7 @@ class Sharding:
 
 
 UNSHARDED = Sharding()
+KEY = "gradwire"  # of a handle in a checkpoint
 
 
 # ---- the handle
@@ -240,11 +242,11 @@ class Saved:
         """How each parameter is synchronised: the plan in force."""
         raise NotImplementedError
 
-    def takes_any_plan(self) -> bool:
+    def _takes_any_plan(self) -> bool:
         """Whether it loads states of other methods than those of its plan."""
         raise NotImplementedError
 
-    def sections(self) -> list[StateSection]:
+    def _sections(self) -> list[StateSection]:
         """What is saved, in the order in which it is loaded."""
         raise NotImplementedError
 
@@ -272,7 +274,7 @@ class Saved:
         """What `state_dict` says, whoever asks: `checkpoint` may be called within `dcp.save`."""
         state = {"version": 1, "plan": self.plan.version, "rank": self.rank}
         state["world_size"] = self.world_size
-        for section in self.sections():
+        for section in self._sections():
             state.update(section.save())
         return state
 
@@ -336,8 +338,8 @@ class Saved:
             load()
 
     def _loading(self, state: object) -> list[Callable[[], None]]:
-        of = self.rank, self.world_size, self.plan, self.takes_any_plan()
-        return loading(SavedJob(states_of(state), *of), self.sections())
+        of = self.rank, self.world_size, self.plan, self._takes_any_plan()
+        return loading(SavedJob(states_of(state), *of), self._sections())
 
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """This rank's state for torch.distributed.checkpoint: tensors, under keys of this rank.
@@ -345,13 +347,22 @@ class Saved:
             state = {"model": weights, "optimizer": moments, "gradwire": handle.checkpoint()}
             dcp.save(state, checkpoint_id=path)  # on every rank
 
-        `load_checkpoint` reads them, on any number of ranks. Tensors are copies.
+        `load` reads them, on any number of ranks. Tensors are copies.
         """
-        return to_keys(self._own_state(), self.rank, self.part())
+        return to_keys(self._own_state(), self.rank, self._part())
 
-    def load_checkpoint(self, path: str | os.PathLike[str], key: str = "gradwire") -> None:
-        """Load what `checkpoint` gave to `dcp.save`. Collective: every rank calls it, between two
-        steps. On as many ranks as saved it each rank reads its own state alone, and training
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the state of all ranks, each its own, in a folder that all see: a checkpoint of
+        torch.distributed.checkpoint, which `load` reads on any number of ranks. Collective: every
+        rank of the job calls it, between two steps.
+
+            handle.save(f"checkpoints/{step}/gradwire")
+        """
+        dcp.save({KEY: self.checkpoint()}, checkpoint_id=path)
+
+    def load(self, path: str | os.PathLike[str], key: str = KEY) -> None:
+        """Load what `save` has saved, or what `checkpoint` gave to `dcp.save`. Collective: every
+        rank calls it, between two steps. On as many ranks as saved it each rank reads its own state alone, and training
         resumes bit for bit; otherwise as `load_state_dict` with the states of all old ranks.
 
         Args:
@@ -364,11 +375,11 @@ class Saved:
                 `load_state_dict`; on one rank or more. Nothing is changed then, on any rank.
             TransportError: a rank did not make the call, or has failed.
         """
-        of = self.rank, self.world_size, self.part()
+        of = self.rank, self.world_size, self._part()
         for load in read_states(path, key, *of, self._loading):
             load()
 
-    def part(self) -> int | None:
+    def _part(self) -> int | None:
         """Which part of the job these ranks are; None: all of it. Others, such as those of another
         column of a mesh (tensor parallelism), have a handle of their own."""
         return self._gather.part()

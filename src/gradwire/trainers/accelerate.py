@@ -34,7 +34,7 @@ class _Registered(Compression):
     def free(self, accelerator: Accelerator) -> bool:
         """Whether another handle may take this one's place: it is detached, or the Accelerator has
         let go of its model (`free_memory`)."""
-        if self.handle is None or not self.handle.attached:
+        if self.handle is None or not self.handle._reductions.installed:
             return True
         return self.model is not None and not _knows(accelerator, self.model)
 

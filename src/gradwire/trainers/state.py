@@ -130,7 +130,7 @@ class Compression:
 
 def _check_whole(handle: Handle) -> None:
     """Raise ConfigError where rank 0's handle does not reach all ranks of the job."""
-    if handle.world_size > 1 and handle.part() is not None:
+    if handle.world_size > 1 and handle._part() is not None:
         raise ConfigError(
             "a trainer's checkpoint takes the state of one handle over all ranks, and here each "
             "part of the model (tensor parallelism) has one of its own: use gw.attach alone, and "

@@ -99,7 +99,12 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
     @functools.wraps(log)
     def logging(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         handle, trains = callback.handle, "loss" in logs  # else an evaluation, or the summary
-        if trains and handle is not None and handle.attached and trainer.is_world_process_zero():
+        if (
+            trains
+            and handle is not None
+            and handle._reductions.installed
+            and trainer.is_world_process_zero()
+        ):
             logs.update(handle.metrics(prefix="gradwire/"))
         return log(logs, *args, **kwargs)  # on_log is too late: loggers are called before it
 

@@ -33,15 +33,15 @@ import gradwire
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, Compressed, registry
 from gradwire.codecs.text import parse as parse_text
-from gradwire.collectives.calling import check_seed
 from gradwire.controllers.flexible import check_pymoo
-from gradwire.controllers.targets import family_of, policy_of
+from gradwire.controllers.targets import decides_of, family_of
 from gradwire.errors import ConfigError, nearest, use_one_of
 from gradwire.flexible.flexible import check_numbers
+from gradwire.flexible.triggers import Triggers
 from gradwire.lang import Codec
 from gradwire.lang.kernels import uncompiled
 from gradwire.planner import make_plan
-from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
+from gradwire.planner.rules import Rules, exactly
 from gradwire_tools.bench.train.applied import (
     Applied,
     Options,
@@ -65,11 +65,12 @@ def _names(of: type[Any]) -> tuple[str, ...]:
 
 # Arguments of `attach`, beside those of `gradwire.Options`.
 _OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
-_OF_ATTACH = (*_OF_RULES, "seed", "coalesce_bytes", "least", "policy", "replan")
-_OF_OPTIONS, _OF_REPLAN = _names(gradwire.Options), _names(gradwire.Replan)
+_OF_ATTACH = (*_OF_RULES, "least", "policy")
+_OF_OPTIONS = _names(gradwire.Options)
+_OF_REPLAN = tuple(name for name in _names(gradwire.Replan) if name != "policy")
 _OF_POLICY = "policy."  # before an option of the policy's own
-_OF_AUTO = tuple(name for name in _names(gradwire.Auto) if name != "replan")
-_OF_TRIGGERS = _names(gradwire.Triggers)
+_OF_AUTO = _names(gradwire.Auto)
+_OF_TRIGGERS = _names(Triggers)
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,6 @@ class Method:
             (name, torch.empty(shape, dtype=torch.float32, device="meta")) for name, shape in shapes
         ]
         try:
-            check_seed(given.get("seed", 0))
-            check_coalesce_bytes(given.get("coalesce_bytes", 0))
             make_plan(blank, Rules().changed(own, **of_rules), ranks, options)
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r} on {ranks} ranks: {error}") from error
@@ -161,7 +160,7 @@ class Method:
             own, given, options = _split(self.options)
             made = registry.get(str(self.options["codec"]), **own)
             if "policy" in given:
-                policy_of(given["policy"])
+                decides_of(given["policy"])
                 family_of({made})
             return made, gradwire.Options(**options)
         except ConfigError as error:
@@ -272,7 +271,7 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
         ConfigError: gradwire does not know one of them.
     """
     if options["codec"] == AUTO:
-        return compiled(gradwire.attach(model, AUTO, auto=_auto_options(options)))
+        return compiled(gradwire.attach(model, _auto_options(options)))
     own, given, run = _split(options)
     least = given.pop("least", 0)
     if least:
@@ -292,10 +291,9 @@ def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
         when = {name: own.pop(name) for name in _OF_REPLAN if name in own}
         if when.get("stale") == "none":
             when["stale"] = None
-        given["replan"] = gradwire.Replan(**when)
         of_policy = {n: own.pop(n) for n in list(own) if n.startswith(_OF_POLICY)}
         texts = [f"{n.removeprefix(_OF_POLICY)}={value}" for n, value in of_policy.items()]
-        given["policy"] = ":".join([str(given["policy"]), *texts])
+        given["policy"] = gradwire.Replan(":".join([str(given["policy"]), *texts]), **when)
     return own, given, run
 
 
@@ -316,7 +314,7 @@ def _flexible_options(options: Options) -> dict[str, Any]:
     given: dict[str, Any] = dict(options)
     of_triggers = {name: given.pop(name) for name in _OF_TRIGGERS if name in given}
     check_numbers(**given)
-    return {**given, "triggers": gradwire.Triggers(**of_triggers)}
+    return {**given, "triggers": Triggers(**of_triggers)}
 
 
 def _check_known(method: str, given: Options, known: tuple[str, ...]) -> None:
