@@ -1,4 +1,4 @@
-"""Fills the tables of results in README and docs, and draws the maps of gains, from the rows in
+"""Fills the tables of results in docs, and draws the maps of gains, from the rows in
 bench/results/.
 
     python scripts/results_in_docs.py           # writes the pages and pictures
@@ -24,10 +24,7 @@ from pathlib import Path
 from gradwire_tools import report
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    "README.md", "docs/how-to/adaptive.md", "docs/how-to/automatic.md", "docs/how-to/choosing.md",
-    "docs/how-to/fsdp2.md", "docs/laboratory/benchmarks.md",
-)  # fmt: skip
+PAGES = ("docs/laboratory/benchmarks.md", "docs/laboratory/policies.md")
 # (rows, which of their lines); the captions in README have the same commands
 PICTURES = {
     "docs/pictures/gains-gpt.svg": ("bench/results/train-gpt.jsonl", ""),

@@ -142,7 +142,7 @@ def used_bits(codec: ThreeLC, values: torch.Tensor) -> float:
 
 
 def test_threelc_omits_blocks_of_zeros() -> None:
-    """It would take 1.6 bits otherwise. docs/internals/wire-format.md has more of these numbers."""
+    """It would take 1.6 bits otherwise. docs/internals/kernels.md has more of these numbers."""
     values = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     assert used_bits(ThreeLC(), values) < 1.45
     assert used_bits(ThreeLC(block=40), values) < 1.15

@@ -42,7 +42,7 @@ from gradwire.lang.ops import (
 )
 from products import EXHAUSTIVE, one_in
 
-STACK = 256 << 10  # bytes; the bound in docs/reference/kernels.md
+STACK = 256 << 10  # bytes; the bound in docs/internals/kernels.md
 MOST = 65536  # the most values of a block
 
 

@@ -26,8 +26,8 @@ the positions are a sum with one contribution: one layout, for twice a broadcast
 Parameters have gradients of unlike size, so a selection over all of them (the paper's fused
 gradient) errs far less than one for each, of the same bytes: on recorded gradients of a small GPT
 (density 0.01, 4 ranks, step 50) the squared error is .084 of the mean's square against .521, and
-with error feedback .155 against .969 (docs/how-to/choosing.md). It sends nothing before backward
-ends.
+with error feedback .155 against .969 (docs/laboratory/benchmarks.md). It sends nothing before
+backward ends.
 
 The average is zero elsewhere. Nothing is lost: the residual keeps the values that are not sent, and
 what fp16 rounds off those that are. A rank whose gradient has values that are not finite, or that

@@ -3,7 +3,7 @@
     layers = tables(averaged_gradients, Bits(bits=4))
     proposal = LGreco().propose(layers, Budget.of(layers))
 
-docs/internals/adaptive.md has definitions and measurements.
+docs/internals/adaptive.md has definitions, docs/laboratory/policies.md measurements.
 """
 
 from gradwire.controllers.accordion import Accordion, AccordionLGreco, critical

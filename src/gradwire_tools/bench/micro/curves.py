@@ -39,7 +39,7 @@ _TAGS = 1 << 10
 _TURNS = 5
 _ROUNDS = 200
 # The shares of a link's rate that TCP gets in the lab, with one busy connection and with several,
-# and the seconds that several lose at first (docs/internals/simulator.md). They are constants
+# and the seconds that several lose at first (docs/laboratory/simulator.md). They are constants
 # because not every machine has a lab.
 _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
 

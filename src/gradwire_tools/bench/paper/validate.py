@@ -54,9 +54,9 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 # Total rate of all nodes, at most. Beyond it the lab's switch is the bottleneck
-# (docs/internals/lab.md).
+# (docs/laboratory/lab.md).
 _LAB_BITS_PER_S = 5e9
-# The switch's core seconds per byte and end: 9 % of a core at 1 Gbit/s (docs/internals/lab.md).
+# The switch's core seconds per byte and end: 9 % of a core at 1 Gbit/s (docs/laboratory/lab.md).
 SWITCH_S = 0.36e-9
 # Core seconds per message and end, of ranks that share two cores: threads that wake, and packets
 # that pass the switch. Measured with averages of 64 KB to 16 MB by all algorithms.
