@@ -85,8 +85,8 @@ def main() -> None:
         torch.nn.Linear(512, 64),
     )  # fmt: skip
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    often = gw.Replan(every=20, average=5)
-    handle = gw.attach(ddp, "qsgd:bits=4", policy=Steepest(), replan=often)
+    often = gw.Replan(Steepest(), every=20, average=5)
+    handle = gw.attach(ddp, "qsgd:bits=4", policy=often)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     target = torch.randn(64, 64)
     inputs = torch.Generator().manual_seed(rank)  # every rank has its own data

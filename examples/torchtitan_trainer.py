@@ -36,7 +36,7 @@ class CompressedTrainer(Trainer):
         resumes = states.pop("gradwire", None) is not None  # or it loads a model alone
         self.load_others(states, checkpoint_id, *args, **kwargs)
         if resumes:
-            self.handle.load_checkpoint(checkpoint_id)
+            self.handle.load(checkpoint_id)
 
 
 class Saved(Stateful):
