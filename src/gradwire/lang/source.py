@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from traceback import walk_tb
 
 from gradwire.errors import ConfigError
 
@@ -36,6 +37,13 @@ def here() -> str:
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """ "file:line" of the last line outside the language that an error passed; empty if none."""
+    frames = ((f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__))
+    lines = ["", *(f"{file}:{line}" for file, line in frames if not file.startswith(_LANG))]
+    return lines[-1]
 
 
 def mistake(problem: str) -> LanguageError:
