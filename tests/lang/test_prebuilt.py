@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from codec_calls import differing, fixed
+from codec_calls import differing, fixed, table
 from gradwire import codecs
 from gradwire.codecs import variants
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, KernelCall, Series
+from gradwire.lang import KernelCall, Series
 from gradwire.lang.emit import c
 from gradwire.lang.forms import FORMS
 from gradwire.lang.kernels import Library
@@ -128,8 +128,7 @@ def test_kernels_of_other_code_are_never_used(
 def test_a_series_runs_without_a_compiler(installed: Path) -> None:
     values = torch.randn(300)
     payload = torch.zeros(1200, dtype=torch.uint8)
-    rows = np.zeros(1, ROW)
-    rows["values"], rows["payload"], rows["numel"] = values.data_ptr(), payload.data_ptr(), 300
+    rows = table([values], [payload])
     made = Library(CODECS["identity"], torch.float32, "c")
     series = Series([KernelCall(made, "encode", 0, 1)], rows["numel"])
     assert series.bind(rows, torch.empty(0, dtype=torch.uint8)).run(0, 1) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from codec_calls import SUMS, gradient
+from codec_calls import SUMS, gradient, table
 from gradwire.codecs import QSGD, Cast, Codec, Identity, LowRank, OneBit, TopK
 from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import ROW, KernelCall, Kernels, Series, kernels
@@ -202,10 +202,8 @@ def test_a_malformed_payload_is_named_and_ends_the_series(place: int, together: 
 
 
 def test_forms_are_compiled_when_a_series_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = np.zeros(1, ROW)
-    rows["numel"] = 5
     values, payload = torch.arange(5.0), torch.zeros(20, dtype=torch.uint8)
-    rows["values"], rows["payload"] = values.data_ptr(), payload.data_ptr()
+    rows = table([values], [payload])
     made = Library(Identity(), torch.float32, "c")  # nothing is compiled
     series = Series([KernelCall(made, "encode", 0, 1)], rows["numel"])
     assert series.bind(rows, torch.empty(0, dtype=torch.uint8)).run(0, 1) == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -103,12 +104,8 @@ class Memory:
         return self.values, self.residual, self.payload, self.sources
 
     def unequal(self, other: Memory) -> list[str]:
-        equal = {
-            "values": same(self.values, other.values),
-            "residual": same(self.residual, other.residual),
-            "payload": torch.equal(self.payload, other.payload),
-        }
-        return [name for name, is_equal in equal.items() if not is_equal]
+        parts = ("values", "residual", "payload")
+        return [p for p in parts if not same(getattr(self, p), getattr(other, p))]
 
 
 def distances(stride: int) -> np.ndarray:
@@ -298,16 +295,20 @@ def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[st
     return found
 
 
-def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
-    """Forms that write beyond their workspace."""
+def strays(
+    codec: Codec, sizes: Sequence[int], target: str = "triton", forms: Sequence[str] = FORMS
+) -> list[str]:
+    """Forms that write beyond their workspace, on some number of threads."""
     made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
-    k, wrong = kernels(codec, torch.float32, "triton"), []
-    for form in FORMS:
+    k, wrong, at = kernels(codec, torch.float32, target), [], distances(made.stride)
+    for threads, form in product((1, 3) if target == "c" else (1,), forms):
         ranks = PEERS + 1 if form in SUMS else 1
-        needed = k.workspace_nbytes(made.rows["numel"], 1, ranks)
+        needed = k.workspace_nbytes(made.rows["numel"], threads, ranks)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
-        at = distances(made.stride)
-        k.run(form, made.rows, ranks=ranks, distances=at, factor=1 / 3, workspace=workspace)
+        k.run(
+            form, made.rows, ranks=ranks, distances=at, factor=1 / 3, threads=threads,
+            workspace=workspace,
+        )  # fmt: skip
         if not bool((workspace[needed:] == 0xA5).all()):
-            wrong.append(form)
+            wrong.append(f"{form} on {threads} threads")
     return wrong
