@@ -199,8 +199,3 @@ def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(
     ):
         with pytest.raises(ConfigError, match=r"target 'c'.*exit 1.*prebuilt kernels"):
             run()
-
-
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown form 'encoed': did you mean 'encode'"):
-        kernels(QSGD(), forms=["encode", "encoed"])

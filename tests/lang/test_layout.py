@@ -135,8 +135,3 @@ def test_packing_is_as_defined() -> None:
                 expected[:, byte] |= part.to(torch.uint8)
             begin += length
         assert torch.equal(packed, expected), (bits, m)
-
-
-def test_an_integer_gradient_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"torch\.int64.*torch\.float32"):
-        layout(QSGD(), torch.int64)

@@ -12,18 +12,8 @@ import pytest
 import torch
 
 from codec_calls import differing, fixed
-from gradwire.codecs import (
-    DGC,
-    QSGD,
-    AdaComp,
-    Codec,
-    OneBit,
-    RandomK,
-    Rotated,
-    ThreeLC,
-    TopK,
-)
-from gradwire.lang import LanguageError, kernels, layout, ops
+from gradwire.codecs import DGC, QSGD, AdaComp, Codec, OneBit, RandomK, Rotated, ThreeLC, TopK
+from gradwire.lang import kernels, layout, ops
 from gradwire.lang.emit import c, c_stack
 from gradwire.lang.forms import FORMS
 from gradwire.lang.native import jit
@@ -115,11 +105,6 @@ def test_every_thread_has_room_for_large_arrays() -> None:
             assert needed == [layout(codec).workspace_nbytes(numels, t) for t in (1, 3)], codec
 
 
-def test_blocks_beyond_the_largest_are_refused() -> None:
-    with pytest.raises(LanguageError, match="a block holds 1 to 65536 values"):
-        layout(Many(1 << 20))
-
-
 @dataclass(frozen=True)
 class Gathers(Codec):
     """Gathers `number` values per entry."""
@@ -135,7 +120,5 @@ class Gathers(Codec):
         return ops.scatter(v0, chosen)
 
 
-def test_the_number_of_gathered_values_is_limited() -> None:
+def test_as_many_values_as_can_be_are_gathered() -> None:
     assert differing(Gathers(14), ("encode_ef", "decode_sum"), [fixed(612)], threads=2) == []
-    with pytest.raises(LanguageError, match="encode can gather 14 numbers per entry, not 15"):
-        layout(Gathers(15))
