@@ -285,18 +285,6 @@ def test_a_wheel_contains_every_codec() -> None:
     assert {*variants.VARIANTS} <= {*codecs.REGISTRY}
 
 
-def test_a_bad_label_is_an_error() -> None:
-    problems = {
-        "qsdg": "unknown codec 'qsdg'",
-        "qsgd:bits": "expected OPTION=VALUE, found 'bits'",
-        "qsgd:bits=9": "must be 1 to 8",
-        "qsgd:color=red": "no option 'color'",
-    }
-    for label, problem in problems.items():
-        with pytest.raises(ConfigError, match=problem):
-            variants.prebuilt([label])
-
-
 def test_levels_that_the_compiler_cannot_build_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
