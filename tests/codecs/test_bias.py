@@ -8,17 +8,7 @@ import torch
 
 from codec_calls import CODECS, UNFUSED, call, drawn
 from gradwire import codecs
-from gradwire.codecs import (
-    QSGD,
-    AdaComp,
-    Codec,
-    LearnedLevels,
-    MSTopK,
-    RandomK,
-    RandomShift,
-    Rotated,
-    TernGrad,
-)
+from gradwire.codecs import QSGD, AdaComp, Codec, LearnedLevels, RandomShift, TernGrad
 from gradwire.lang.contraction import worst_error
 from gradwire.lang.exact import Exact
 
@@ -27,12 +17,12 @@ ROUNDING = 2**-8  # of a bf16 number
 EVERY: list[Codec] = [
     *CODECS,
     *UNFUSED,
-    MSTopK(density=0.1, values="fp32"),
+    codecs.MSTopK(density=0.1, values="fp32"),
     QSGD(bits=4, rounding="nearest"),
     QSGD(bits=2, scale="max", rounding="nearest"),
-    RandomK(density=0.1, values="fp32"),
-    RandomK(density=1.0, values="fp32"),
-    Rotated(bits=1, block=64, rounding="nearest"),
+    codecs.RandomK(density=0.1, values="fp32"),
+    codecs.RandomK(density=1.0, values="fp32"),
+    codecs.Rotated(bits=1, block=64, rounding="nearest"),
     LearnedLevels(bits=2, rounding="stochastic"),
 ]
 

@@ -17,29 +17,18 @@ import torch
 from gradwire import aggregators as agg
 from gradwire import codecs
 from gradwire.aggregators import registry
-from gradwire.codecs import (
-    QSGD,
-    Cast,
-    Codec,
-    Identity,
-    LearnedLevels,
-    RandomK,
-    TernGrad,
-    ThreeLC,
-    TopK,
-    variants,
-)
+from gradwire.codecs import QSGD, Codec, TopK, variants
 from gradwire.errors import ConfigError
 from gradwire.lang import show
 from gradwire.lang.codec import code_lines
 
 
 def test_names() -> None:
-    assert codecs.get("identity") == Identity()
-    assert codecs.get("fp16") == Cast("fp16")
-    assert codecs.get("bf16") == Cast("bf16")
+    assert codecs.get("identity") == codecs.Identity()
+    assert codecs.get("fp16") == codecs.Cast("fp16")
+    assert codecs.get("bf16") == codecs.Cast("bf16")
     assert codecs.get("qsgd", bits=2) == QSGD(bits=2)
-    assert codecs.get("terngrad") == TernGrad()
+    assert codecs.get("terngrad") == codecs.TernGrad()
     assert codecs.get(QSGD(bits=3)) == QSGD(bits=3)
 
 
@@ -60,7 +49,7 @@ def test_a_users_codec_has_its_class_name() -> None:
     assert codecs.name_of(Mine()) == "Mine"
 
 
-LEARNED = LearnedLevels(2, levels=(0.0, 0.5, 0.75, 1.0))
+LEARNED = codecs.LearnedLevels(2, levels=(0.0, 0.5, 0.75, 1.0))
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (QSGD, {}, r"codec=<class.*QSGD\(\.\.\.\), or one of the names identity"),
@@ -157,7 +146,7 @@ def test_errors_name_what_is_allowed() -> None:
             with pytest.raises(ConfigError, match=message):
                 variants.prebuilt([name])
     with pytest.raises(ConfigError, match="Cast: dtype='fp8'"):
-        Cast("fp8")
+        codecs.Cast("fp8")
 
 
 def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
@@ -168,11 +157,11 @@ def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
         (TopK(torch.tensor(0.125)), TopK(0.125)),
         (TopK(1), TopK(1.0)),
         (TopK(np.int64(1)), codecs.get("topk:density=1")),
-        (ThreeLC(1, np.array(80)), ThreeLC(1.0, 80)),  # type: ignore[arg-type]
+        (codecs.ThreeLC(1, np.array(80)), codecs.ThreeLC(1.0, 80)),  # type: ignore[arg-type]
         (QSGD(np.uint8(2), torch.tensor(64), np.str_("max")), QSGD(2, 64, "max")),  # type: ignore[arg-type]
-        (RandomK(0.1, unbiased=np.True_), RandomK(0.1, unbiased=True)),  # type: ignore[arg-type]
-        (LearnedLevels(2, levels=(0, np.float64(0.5), 0.75, 1)), LEARNED),
-        (LearnedLevels(2, levels=torch.tensor(LEARNED.levels)), LEARNED),  # type: ignore[arg-type]
+        (codecs.RandomK(0.1, unbiased=np.True_), codecs.RandomK(0.1, unbiased=True)),  # type: ignore[arg-type]
+        (codecs.LearnedLevels(2, levels=(0, np.float64(0.5), 0.75, 1)), LEARNED),
+        (codecs.LearnedLevels(2, levels=torch.tensor(LEARNED.levels)), LEARNED),  # type: ignore[arg-type]
     ):
         assert given == plain, given
         assert repr(given) == repr(plain)

@@ -1,3 +1,4 @@
+# ruff: noqa: F405
 """Matrices: shapes are checked while tracing, so a wrong one is an error at the codec's line."""
 
 from __future__ import annotations
@@ -15,23 +16,7 @@ from codec_calls import SUMS, call, gradient, round_trip
 from gradwire.codecs import LowRank
 from gradwire.lang import eager, forms, ir, layout, shapes
 from gradwire.lang.forms import FORMS
-from gradwire.lang.ops import (
-    abs,
-    bf16,
-    concat,
-    count,
-    decomp,
-    elements,
-    fp32,
-    index,
-    isfinite,
-    matmul,
-    matrix,
-    random,
-    reduce,
-    uint,
-    where,
-)
+from gradwire.lang.ops import *  # noqa: F403
 
 
 def factors(g: Any, left: tuple[Any, Any] = (2, 8), right: tuple[Any, Any] = (2, 8)) -> Any:

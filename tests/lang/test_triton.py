@@ -22,20 +22,7 @@ from test_targets import NON_FINITE, SPECIAL
 
 from codec_calls import CODECS, DTYPES, WIDTHS
 from gradwire import codecs
-from gradwire.codecs import (
-    DGC,
-    QSGD,
-    AdaComp,
-    Codec,
-    GradDrop,
-    HardThreshold,
-    Identity,
-    LowRank,
-    MSTopK,
-    TernGrad,
-    ThreeLC,
-    TopK,
-)
+from gradwire.codecs import QSGD, Codec, TopK
 from gradwire.errors import ConfigError
 from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
 from gradwire.lang.emit import ALU, CASTS, triton, triton_rows
@@ -52,7 +39,7 @@ pytestmark = [
 
 
 SPECIALS = (SPECIAL * 5, NON_FINITE * 9 + SPECIAL)
-ALIKE = (GradDrop, HardThreshold)  # use the same kernels as DGC and TopK
+ALIKE = (codecs.GradDrop, codecs.HardThreshold)  # use the same kernels as codecs.DGC and TopK
 # forms that together have every part of the others
 MOST = ("decode_add", "decode_sum", "encode_ef", "reduce_encode")
 REST = tuple(form for form in FORMS if form not in MOST)
@@ -101,8 +88,8 @@ FEW = [
     wide(QSGD(rounding="stochastic"), ("decode_sum", "encode_ef")),
     Case(QSGD(), ("decode", "decode_sum"), BF16),  # redraws
     Case(QSGD(bits=7, scale="l2", block=50, rounding="nearest"), ("encode", "decode_add"), FP16),
-    Case(Identity(), ("encode", "reduce_encode_ef"), FP16),
-    Case(Identity(), ("encode_ef", "decode"), sizes=(4096 + 1024 + 3, 1, 1024)),
+    Case(codecs.Identity(), ("encode", "reduce_encode_ef"), FP16),
+    Case(codecs.Identity(), ("encode_ef", "decode"), sizes=(4096 + 1024 + 3, 1, 1024)),
     Case(NAMED["fp16"], ("encode", "decode"), BF16),
     Case(NAMED["fp8"], ("encode", "decode", "reduce_encode_ef"), BF16),
     Case(Stored(), ("encode_ef",), given=(borders().tolist(),)),
@@ -120,7 +107,7 @@ FEW = [
     Case(NAMED["adacomp"], ("decode_add", "encode"), **SPARSE),
     Case(NAMED["graddrop"], ("decode",), **SPARSE),
     Case(NAMED["hardthreshold"], ("decode",), **SPARSE),
-    Case(WIDTHS[-1], ("decode",), **SPARSE),  # MSTopK
+    Case(WIDTHS[-1], ("decode",), **SPARSE),  # codecs.MSTopK
     Case(WIDTHS[0], ("encode", "decode")),  # 1 bit
     *(Case(codec, ("reduce_encode", "decode")) for codec in (*ODD[2:4], ManyBlocks())),
     Case(SELECTIONS[-1], ("decode_sum",), **SPARSE),
@@ -150,7 +137,7 @@ def test_triton_equals_eager(interpreted: Interpreted) -> None:
     """In a few forms of every codec, and of programs beyond the codecs."""
     faults = {str(case): found for case in FEW if (found := interpreted(case.differences))}
     assert not faults
-    assert {made for made, _ in codecs.REGISTRY.values()} - {LowRank} <= {
+    assert {made for made, _ in codecs.REGISTRY.values()} - {codecs.LowRank} <= {
         type(case.codec) for case in FEW
     }
 
@@ -179,7 +166,7 @@ def test_the_source_can_be_shown() -> None:
     text = show(QSGD(), "triton")
     assert "def reduce_encode_ef_0(" in text
     compile(text, "shown", "exec")
-    assert show(LowRank(), "triton").startswith("# no Triton")
+    assert show(codecs.LowRank(), "triton").startswith("# no Triton")
 
 
 # ---- selections: malformed payloads, launches, workspace
@@ -220,19 +207,19 @@ def test_a_malformed_payload_is_reported_to_its_caller(interpreted: Interpreted)
     # there is no mark if no payload can be malformed
     for target in ("c", "eager"):
         assert kernels(codec, torch.float32, target).mark() is None
-    asked = interpreted(triton_checks.has_mark, [QSGD(), codec, ThreeLC()])
+    asked = interpreted(triton_checks.has_mark, [QSGD(), codec, codecs.ThreeLC()])
     assert asked == [False, True, True]
 
 
 # launches per form: encode, encode_ef, decode, decode_add, decode_sum, reduce_encode, .._ef
 LAUNCHES = {
     QSGD(): [1, 1, 1, 1, 1, 1, 1],
-    TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
-    ThreeLC(): [5, 5, 2, 2, 2, 6, 6],
+    codecs.TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
+    codecs.ThreeLC(): [5, 5, 2, 2, 2, 6, 6],
     TopK(): [13, 13, 2, 2, 2, 14, 14],
-    AdaComp(): [15, 15, 2, 2, 2, 16, 16],
-    DGC(): [22, 22, 2, 2, 2, 23, 23],
-    MSTopK(): [42, 42, 2, 2, 2, 14, 14],
+    codecs.AdaComp(): [15, 15, 2, 2, 2, 16, 16],
+    codecs.DGC(): [22, 22, 2, 2, 2, 23, 23],
+    codecs.MSTopK(): [42, 42, 2, 2, 2, 14, 14],
 }
 
 
@@ -244,7 +231,9 @@ def test_launches_do_not_depend_on_the_number_of_rows(
     assert list(found.values()) == LAUNCHES[codec], found
 
 
-@pytest.mark.parametrize("codec", one_in(4, [ThreeLC(), DGC(), TopK(0.3), Trits()]), ids=repr)
+@pytest.mark.parametrize(
+    "codec", one_in(4, [NAMED["threelc"], NAMED["dgc"], TopK(0.3), Trits()]), ids=repr
+)
 def test_kernels_stay_in_their_workspace(interpreted: Interpreted, codec: Codec) -> None:
     assert interpreted(triton_checks.strays, codec, [0, 170]) == []
 
@@ -254,7 +243,7 @@ def test_the_table_agrees_with_the_layout() -> None:
     """Offsets in a payload and capacities, for all rows at once."""
     rows = np.zeros(5, ROW)
     rows["numel"] = sizes = [1, 79, 4096, 10_001, 100_000]
-    for codec in (TopK(0.013), ThreeLC(), Trits(), AdaComp()):
+    for codec in (TopK(0.013), codecs.ThreeLC(), Trits(), codecs.AdaComp()):
         lay = layout(codec)
         table = tiles.divide(rows, lay).table
         for name, expected in (

@@ -14,16 +14,7 @@ import pytest
 
 from codec_calls import CODECS
 from gradwire import codecs
-from gradwire.codecs import (
-    QSGD,
-    Cast,
-    Codec,
-    GradDrop,
-    HardThreshold,
-    Identity,
-    LearnedLevels,
-    RandomShift,
-)
+from gradwire.codecs import QSGD, Cast, Codec, Identity
 from gradwire.lang import forms, gpu, layout
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
@@ -44,7 +35,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-ALIKE = (Cast, GradDrop, HardThreshold, RandomShift)  # use others' kernels
+ALIKE = (Cast, codecs.GradDrop, codecs.HardThreshold, codecs.RandomShift)  # use others' kernels
 STOCHASTIC = QSGD(rounding="stochastic")
 OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
 NAMED = {codecs.name_of(codec): codec for codec in reversed(CODECS)}
@@ -56,7 +47,7 @@ FEW = [
     (QSGD(), "decode_sum", "sm_80"),  # redraws
     (QSGD(bits=5, block=100, scale="l2", rounding="nearest"), "encode", "gfx942"),
     (Identity(), "encode", "sm_90"),
-    (LearnedLevels(), "decode", "sm_80"),
+    (codecs.LearnedLevels(), "decode", "sm_80"),
     (NAMED["randomk"], "encode", "sm_80"),
     (NAMED["rotated"], "encode", "gfx942"),
     (NAMED["dgc"], "encode", "sm_90"),
