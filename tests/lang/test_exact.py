@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import count, product
 from typing import Any
 
@@ -85,10 +86,13 @@ def test_copies_change_no_bit(target: str) -> None:
         assert torch.equal(bits(got.values), bits(values)), dtype
 
 
-def reduced(op: str, dtype: torch.dtype, form: str, ranks: int, rank: int, factor: float) -> bool:
+def reduced(
+    op: str, dtype: torch.dtype, form: str, ranks: int, rank: int, factor: float,
+    sizes: Sequence[int] = SIZES,
+) -> bool:  # fmt: skip
     """Whether reductions of random values equal torch's."""
     right = True
-    for n in SIZES:
+    for n in sizes:
         data = [numbers(n, dtype) for _ in range(ranks)]
         peers = [bits(values) for r, values in enumerate(data) if r != rank]
         own = data[rank] if rank >= 0 else numbers(n, dtype)
@@ -142,13 +146,8 @@ def test_a_result_does_not_depend_on_its_position() -> None:
 
 
 def test_large_rows_are_reduced_piece_by_piece() -> None:
-    for numel in (PIECE, 2 * PIECE + 5):
-        data = [numbers(numel, torch.float64) for _ in range(3)]
-        peers = [bits(data[0]), bits(data[2])]
-        found = exact("sum", "reduce_encode", data[1], peers=peers, rank=1, factor=1 / 3)
-        expected = (data[0] + data[1] + data[2]) * (1 / 3)
-        assert same(found.values, expected)
-        assert torch.equal(found.payload, bits(found.values))
+    sizes = (PIECE, 2 * PIECE + 5)
+    assert reduced("sum", torch.float64, "reduce_encode", 3, 1, 1 / 3, sizes)
 
 
 def test_whole_tensors() -> None:
@@ -209,17 +208,13 @@ def test_fingerprints_differ() -> None:
 
 
 def test_a_partition_has_its_bytes() -> None:
+    of = [
+        *(("sum", torch.int64, 5000), ("max", torch.bool, 1023), ("min", torch.float64, 2049)),
+        *(("", torch.complex128, 1025), ("sum", torch.uint8, 0)),
+    ]
     specs = [
         Spec(f"p{i}", numel, dtype, Exact(op), rotation=i)
-        for i, ((op, dtype), numel) in enumerate(
-            [
-                (("sum", torch.int64), 5000),
-                (("max", torch.bool), 1023),
-                (("min", torch.float64), 2049),
-                (("", torch.complex128), 1025),
-                (("sum", torch.uint8), 0),
-            ]
-        )
+        for i, (op, dtype, numel) in enumerate(of)
     ]
     sizes = [spec.dtype.itemsize for spec in specs]
     for chunks in (1, 3):

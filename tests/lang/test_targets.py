@@ -33,7 +33,7 @@ from codec_calls import (
 from gradwire.codecs import QSGD, Codec, Identity
 from gradwire.lang import kernels, layout, verify
 from gradwire.lang.forms import FORMS
-from products import EXHAUSTIVE, exhaustive, one_in
+from products import exhaustive, one_in
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 6e-8, 65504.0, 65520.0, 7e4, -3.4e38, 3.4028235e38]
 NON_FINITE = [float("inf"), float("-inf"), float("nan")]
@@ -158,29 +158,21 @@ TURNS = [("decode_add", "reduce_encode_ef"), ("decode_sum", "reduce_encode")]
 
 
 @pytest.mark.parametrize(("number", "codec"), list(enumerate(CODECS)), ids=str)
-def test_forms_of_a_codec(number: int, codec: Codec) -> None:
+def test_forms_of_a_codec(number: int, codec: Codec, pytestconfig: pytest.Config) -> None:
     """Of fp32 in all threads; and each form of half precision with one codec."""
-    forms = ("encode", "encode_ef", "decode", *TURNS[number % 2])
-    half = list(product(DTYPES[1:], FORMS))[number : number + 1]
+    every = pytestconfig.getoption("exhaustive")
+    forms = FORMS if every else ("encode", "encode_ef", "decode", *TURNS[number % 2])
+    half = list(product(DTYPES[1:], FORMS))[slice(None) if every else slice(number, number + 1)]
     faults = [
         fault
         for i, (dtype, form) in enumerate([*product(DTYPES[:1], forms), *half])
-        for fault in differing(codec, [form], given(codec, dtype, i))
+        for fault in differing(codec, [form], given(codec, dtype, None if every else i))
     ]
     faults += [fault for form in forms for fault in other_with_threads(codec, form)]
     faults += [fault for target in ("c", "eager") for fault in other_in_a_table(codec, target)]
     if layout(codec).splittable:
         faults += other_where_cut(codec)
     faults += other_than_defined(codec)
-    assert not faults, "\n".join([repr(codec), *faults])
-
-
-@EXHAUSTIVE
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_every_form(codec: Codec, dtype: torch.dtype) -> None:
-    faults = differing(codec, FORMS, given(codec, dtype))
-    faults += [fault for form in FORMS for fault in other_with_threads(codec, form)]
     assert not faults, "\n".join([repr(codec), *faults])
 
 
