@@ -6,18 +6,19 @@ import re
 from itertools import product
 from typing import Any
 
+import programs
 import pytest
 import torch
 import triton_checks
-from programs import ODD, SELECTIONS, Looked, Odd, SharedNoise, Stages
+from programs import ODD, SELECTIONS, Looked, Odd, Stages
 
 from codec_calls import DTYPES, call, differing, fixed, gradient, ragged_sizes, round_trip, table
 from gradwire.codecs import AdaComp, Codec, ThreeLC, TopK
-from gradwire.lang import forms, ir, kernels, layout, passes
+from gradwire.lang import decode, encode, forms, ir, kernels, layout, passes, show
 from gradwire.lang.emit.c import source
 from gradwire.lang.forms import FORMS
 from gradwire.lang.sweeps import LookUp, Loop, Put, Recall, Scalars
-from products import EXHAUSTIVE, in_turn
+from products import EXHAUSTIVE, in_turn, one_in
 
 # each pair is compiled: every codec in fp32, and the one with a native field in all dtypes
 PAIRS = [*((c, torch.float32) for c in ODD), *((Odd(), dtype) for dtype in DTYPES[1:])]
@@ -83,6 +84,37 @@ def test_many_small_rows_are_selected_independently() -> None:
     assert all(map(torch.equal, payloads, alone))
 
 
+# ---- long chains of operators with shared operands: work is linear in them, and nothing recurses
+
+# Work that is repeated per use of an operand doubles with every link, so these tests would not end;
+# a recursion ends in RecursionError.
+
+
+@pytest.mark.parametrize(
+    "codec", one_in(2, [programs.Everywhere(100), programs.Decoded(100)]), ids=repr
+)
+def test_200_operators_with_shared_operands(codec: Codec) -> None:
+    values = gradient(100)
+    payload = encode(codec, values, target="eager")
+    assert torch.equal(payload, encode(codec, values, target="c"))
+    decoded = [decode(codec, payload, 100, target=target) for target in ("eager", "c")]
+    assert torch.equal(*decoded)
+    assert decoded[0].any()
+    assert "def encode_0(" in show(codec, "triton")
+    assert len(repr(ir.alu("add", ir.const(1.0), ir.const(2.0)))) < 200
+
+
+@pytest.mark.parametrize("codec", [programs.Decoded(1000), programs.Matrices(1000)], ids=repr)
+def test_2000_operators(codec: Codec) -> None:
+    payload = encode(codec, torch.ones(70), target="eager")
+    assert torch.isfinite(decode(codec, payload, 70, target="eager")).all()
+    for stage in ("ir", "c", "triton"):
+        assert show(codec, stage)
+
+
+# ---- how programs are lowered
+
+
 def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None:
     (sweep,) = passes.lower(forms.derive(Stages(), "fp32").programs["encode"])
     loops = [s for s in sweep.steps if isinstance(s, Loop)]
@@ -97,9 +129,9 @@ def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None
 
 def test_block_results_of_an_earlier_sweep_are_recalled() -> None:
     """3LC's flags depend only on the maximum of every block, so their sweep reads no values."""
-    programs = forms.derive(ThreeLC(), "fp32").programs
+    made = forms.derive(ThreeLC(), "fp32").programs
     for form in ("encode", "encode_ef", "reduce_encode"):
-        _, flags, codes = passes.lower(programs[form])
+        _, flags, codes = passes.lower(made[form])
         assert not flags.loops
         assert {type(s) for s in flags.steps} == {Recall, Scalars, Put}
         assert [s.index for s in codes.steps if isinstance(s, Recall)] == [0]
@@ -109,11 +141,11 @@ def test_block_results_of_an_earlier_sweep_are_recalled() -> None:
 
 
 def test_codes_of_elements_are_looked_up_by_a_step() -> None:
-    programs = forms.derive(Looked(), "fp32").programs
-    (sweep,) = passes.lower(programs["decode"])
+    made = forms.derive(Looked(), "fp32").programs
+    (sweep,) = passes.lower(made["decode"])
     steps = [s for s in sweep.steps if isinstance(s, LookUp)]
     assert sorted(len(s.numbers) for s in steps) == [8, 32, 256]  # one per code
-    (sweep,) = passes.lower(programs["encode"])
+    (sweep,) = passes.lower(made["encode"])
     kinds = [type(s) for s in sweep.steps]
     assert kinds.index(Loop) < kinds.index(LookUp), "a loop computes the codes first"
     first = next(s for s in sweep.steps if isinstance(s, Loop))
@@ -131,7 +163,7 @@ def test_a_where_of_constants_has_a_known_range() -> None:
 def test_every_draw_has_its_own_stream() -> None:
     roots = forms.derive(Odd(), "fp32").programs["encode"].roots
     assert sorted(n.attr.number for n in ir.walk(roots) if n.op == "random") == [0, 1]
-    roots = forms.derive(SharedNoise(), "fp32").programs["encode_ef"].roots
+    roots = forms.derive(programs.SharedNoise(), "fp32").programs["encode_ef"].roots
     (stream,) = {n.attr for n in ir.walk(roots) if n.op == "random"}  # both sides draw the same
     assert stream.shared
 

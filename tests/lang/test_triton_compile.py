@@ -73,19 +73,12 @@ def compiled(codec: Codec, form: str, target: str) -> list[Any]:
     """The kernels of a form's sweeps."""
     gpu_target = TARGETS[target]
     options = gpu.options(layout(codec), gpu_target.warp_size)
-    return [
-        compiler.compile(
-            compiler.ASTSource(
-                fn=kernel,
-                signature={name: SIGNATURE[name] for name in kernel.arg_names},
-                constexprs={},
-            ),
-            target=gpu_target,
-            options=options,
-        )
+    made = [
+        compiler.ASTSource(kernel, {name: SIGNATURE[name] for name in kernel.arg_names}, {})
         for step, kernel, *_ in gpu.load(triton.source(codec)).STEPS[form]
         if step == "sweep"
     ]
+    return [compiler.compile(one, target=gpu_target, options=options) for one in made]
 
 
 @pytest.mark.parametrize(
