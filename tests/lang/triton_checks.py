@@ -189,34 +189,28 @@ def verdicts(
 ) -> list[str]:
     """For every edit ({offset: byte}) of a valid payload: "refused" or "decoded" if both targets
     agree, else what is wrong."""
-    lay = layout(codec)
-    made = with_payloads(codec, memory(lay, [gradient(numel, seed=1)]))
+    made = with_payloads(codec, memory(layout(codec), [gradient(numel, seed=1)]))
     at = int(made.rows["payload"][0]) - made.payload.data_ptr()
-    valid = made.payload.clone()
-    return [_verdict(codec, form, made, at, valid, edit, device) for edit in edits]
+    valid, ranks = made.payload.clone(), PEERS + 1 if form == "decode_sum" else 1
 
+    def verdict(edit: dict[int, int]) -> str:
+        made.payload.copy_(valid)
+        for place, byte in edit.items():
+            made.payload[at + place] = byte
+            made.sources[place] = byte  # the first peer's
+        ways = (("eager", "cpu"), ("triton", device))
+        left = [made.run(codec, form, target, ranks, 0, place) for target, place in ways]
+        said = ["decoded" if after.error is None else "refused" for after in left]
+        if said[0] != said[1]:
+            return f"eager {said[0]}, triton {said[1]}"
+        if said[0] == "decoded" and left[1].unequal(left[0]):
+            return "decoded to something else"
+        # only the row's values may change, whatever the payload contains
+        left[1].values[:numel], left[1].error = made.values[:numel], None
+        stray = left[1].unequal(made)
+        return f"stray writes: {stray}" if stray else said[0]
 
-def _verdict(
-    codec: Codec, form: str, made: Memory, at: int, valid: torch.Tensor, edit: dict[int, int],
-    device: str,
-) -> str:  # fmt: skip
-    made.payload.copy_(valid)
-    for place, byte in edit.items():
-        made.payload[at + place] = byte
-        made.sources[place] = byte  # the first peer's
-    ranks = PEERS + 1 if form == "decode_sum" else 1
-    ways = (("eager", "cpu"), ("triton", device))
-    left = [made.run(codec, form, target, ranks, 0, place) for target, place in ways]
-    said = ["decoded" if after.error is None else "refused" for after in left]
-    if said[0] != said[1]:
-        return f"eager {said[0]}, triton {said[1]}"
-    if said[0] == "decoded" and left[1].unequal(left[0]):
-        return "decoded to something else"
-    # only the row's values may change, whatever the payload contains
-    numel = int(made.rows["numel"][0])
-    left[1].values[:numel], left[1].error = made.values[:numel], None
-    stray = left[1].unequal(made)
-    return f"stray writes: {stray}" if stray else said[0]
+    return [verdict(edit) for edit in edits]
 
 
 def marked(codec: Codec, numel: int, bad: dict[int, int], device: str = "cpu") -> list[str]:
