@@ -170,6 +170,7 @@ CASES: list[tuple[Any, ...]] = [
     ("NameError: name 'nothing' is not", lambda g: one(map(lambda v: v * nothing, g))),
     ("NameError: name 'nothing' is not", one, lambda code: code * nothing),
     ("TypeError: where() missing 2 required", lambda g: one(where(g))),
+    ("'int' object has no attribute 'dim'", lambda g: one(torch.nn.functional.dropout2d(3) + g)),
     ("takes min, max or sum, not <lambda>", lambda g: one(g - reduce(lambda a, b: a, g))),
 ]
 
