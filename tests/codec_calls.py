@@ -158,9 +158,12 @@ def drawn(codec: Codec, values: torch.Tensor, draws: int, key: int = 0) -> torch
     size = made.layout.nbytes(n)
     payloads = torch.zeros(draws, size, dtype=torch.uint8)
     decoded, keys = torch.zeros(draws, n), np.arange(draws, dtype="u8")
-    drawing = {"key": keys + np.uint64(key), "shared": keys + np.uint64(2**40)}
-    made.run("encode", table([values] * draws, payloads, **drawing))
-    made.run("decode", table(decoded, payloads, **drawing))
+    rows = np.zeros(draws, ROW)
+    rows["payload"], rows["values"] = payloads.data_ptr() + keys * size, values.data_ptr()
+    rows["numel"], rows["key"], rows["shared"] = n, keys + np.uint64(key), keys + np.uint64(2**40)
+    made.run("encode", rows)
+    rows["values"] = decoded.data_ptr() + keys * n * 4
+    made.run("decode", rows)
     return decoded
 
 
