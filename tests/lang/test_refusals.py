@@ -1,21 +1,39 @@
-"""Kernels get addresses: what these point to is checked, by errors, where they are taken."""
+"""What the language refuses, beside methods of codecs that are ill formed (test_verify.py).
+
+Kernels get addresses: what these point to is checked where they are taken.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_stack import Gathers, Many
 
 from gradwire.aggregators.local import run_local
 from gradwire.aggregators.local_codecs import Ends
-from gradwire.codecs import OneBit
+from gradwire.codecs import QSGD, Codec, OneBit, TopK
 from gradwire.errors import CodecError, ConfigError
-from gradwire.lang import ROW, KernelCall, Series, kernels
+from gradwire.lang import (
+    ROW,
+    Exact,
+    KernelCall,
+    Series,
+    decode,
+    encode,
+    fingerprint,
+    kernels,
+    layout,
+    ops,
+    show,
+)
 from gradwire.lang.call import Call
+from gradwire.lang.forms import FORMS
 from gradwire.lang.lowrank import Compiled, Factored
 from rooms.handles import Payloads, Piece
 
@@ -23,6 +41,61 @@ from rooms.handles import Payloads, Piece
 def refused(said: str, call: Callable[..., Any], *given: Any, **more: Any) -> None:
     with pytest.raises((ConfigError, CodecError), match=said):
         call(*given, **more)
+
+
+@dataclass(frozen=True)
+class Levels(Codec):
+    levels: Any
+
+    def encode(self, g: Any) -> Any:
+        return ops.concat(code=ops.uint(1, g > self.levels[0]))
+
+    def decode(self, code: Any) -> Any:
+        return code + 0.0
+
+
+def test_codecs() -> None:
+    ones, codec = torch.ones(3), Levels((1.0,))
+    payload = encode(codec, ones, key=2**64 - 1, target="eager")
+    uses = ((encode, ones), (decode, payload, 3), (layout,), (show, "ir"))
+    for use, *given in (*uses[:1], *uses[2:3], (hash,)):
+        refused(r"^Levels: .*levels=\[1\.0\].* a tuple", use, Levels([1.0]), *given)
+    remedies: dict[Any, str] = {
+        "topk": r"gradwire\.codecs\.get\('topk'\)", TopK: r"TopK\(\.\.\.\)", 3: "a codec object",
+    }  # fmt: skip
+    for wrong, remedy in remedies.items():
+        for use, *given in uses:
+            refused(f"^codec=.*: give .*{remedy}", use, wrong, *given)
+    for key in (-1, 2**64, 1.5, "a", None):
+        for use, *given in uses[:2]:
+            refused("^key=.*: give a whole number", use, codec, *given, key=key)
+    refused("meta", encode, TopK(), torch.ones(4, device="meta"), target="c")
+    refused(r"torch\.int64.*torch\.float32", layout, QSGD(), torch.int64)
+    refused("'float64': use a torch\\.dtype", layout, Exact(), "float64")
+    refused("a block holds 1 to 65536 values", layout, Many(1 << 20))
+    refused("encode can gather 14 numbers per entry, not 15", layout, Gathers(15))
+
+
+def test_operations_of_exact() -> None:
+    undefined = [
+        ("sum", torch.bool, "op='sum' is not defined for bool"),
+        ("min", torch.complex64, "op='min' is not defined for complex64.*float64"),
+        ("max", torch.uint16, "op='max' is not defined for uint16.*uint8, int8"),
+        ("sum", torch.float8_e5m2, "op='sum' is not defined for float8_e5m2"),
+        ("", torch.qint8, "qint8 values mean nothing"),
+    ]
+    for (op, dtype, said), refusing in product(undefined, (layout, kernels, fingerprint)):
+        refused(said, refusing, Exact(op), dtype)
+    for unknown in ("avg", "SUM", None, 3):
+        refused("op=.* must be 'sum', 'min', 'max' or ''", Exact, unknown)
+    for form in FORMS:
+        if form.endswith("_ef"):
+            run = kernels(Exact(), torch.float32).run
+            refused("without error feedback", run, form, np.zeros(1, ROW))
+            refused("without error feedback", kernels, Exact(), torch.float32, forms=[form])
+        elif form not in ("encode", "decode"):
+            said = f"'{form}' reduces: give it an op"
+            refused(said, kernels, Exact(""), torch.int32, forms=[form])
 
 
 def test_a_call_of_kernels() -> None:
@@ -35,11 +108,14 @@ def test_a_call_of_kernels() -> None:
     refused("none are given, and the call reads 2", run, "decode_sum", none, ranks=3)
     refused("the call reads 3", run, "decode_sum", none, ranks=4, distances=two)
     refused("float64", run, "decode_sum", none, ranks=3, distances=two.astype("f8"))
+    said = "unknown form 'encoed': did you mean 'encode'"
+    refused(said, kernels, OneBit(), forms=["encode", "encoed"])
 
 
 def test_a_series() -> None:
     made = kernels(OneBit(), torch.float32, "eager")
     numels, memory = np.zeros(2, np.int64), torch.zeros(0, dtype=torch.uint8)
+    refused("unknown form 'code'", Series, [KernelCall(made, "code", 0, 1)], numels)
     refused("of 2 rows", Series, [KernelCall(made, "encode", 0, 3)], numels)
     series = Series([KernelCall(made, "decode_sum", 0, 2, ranks=3)], numels)
     refused("a table of 3; the series is of 2", series.bind, np.zeros(3, ROW), memory)
@@ -90,8 +166,8 @@ def test_equal_distances_have_a_stride() -> None:
         assert Call(len(given) + 1, distances=np.array(given, dtype="i8")).stride == stride
     assert Call(1, distances=None).stride == 0
     for given in ([0, 48, 95], [0, 48, 48], [0, 0, 1]):
-        with pytest.raises(ConfigError, match="equally spaced"):
-            _ = Call(4, distances=np.array(given, dtype="i8")).stride
+        unequal = Call(4, distances=np.array(given, dtype="i8"))
+        refused("equally spaced", lambda call: call.stride, unequal)
 
 
 def test_origins_follow_the_distances() -> None:
