@@ -48,7 +48,7 @@ PAGES = [
     (rules.includes, INCLUDED.format("code", "two", "one"), ["has no 'one'"]),
     (rules.includes, INCLUDED.format("code", "one", "six"), ["has no 'six'"]),
     (rules.includes, INCLUDED.format("gone", "one", "two"), ["has no 'one'", "has no 'two'"]),
-    (rules.paths, '"""docs/internals/architecture.md and docs/nowhere.md."""\n', ["docs/nowhere.md"]),
+    (rules.paths, '"""docs/how-to/ddp.md and docs/nowhere.md."""\n', ["docs/nowhere.md"]),
     (rules.commands, "```\ngradwire bench kernels \\\n    --nothing\n```\n", ["--nothing"]),
     (rules.commands, "and `gradwire bench\nkernels --no`", ["--no"]),
     # A command in another section does not count, nor does a file that is not there.
