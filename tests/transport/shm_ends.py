@@ -16,7 +16,7 @@ import torch
 
 from gradwire.errors import TransportError
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_process import Stores
+from gradwire.transport.shm_store import Stores
 from ranks import at_once, caught
 
 Key = tuple[int, int, int]  # source, destination, tag

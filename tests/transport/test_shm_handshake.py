@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.transport import Hub, shm_handshake, shm_sockets
+from gradwire.transport import Hub, shm_handshake
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_sockets import Said, connect
+from gradwire.transport.shm_handshake import Said, connect
 from transport.shm_ends import at_once
 
 NOBODY = 65534
@@ -118,7 +118,7 @@ def test_a_stranger_gets_nothing_and_keeps_no_rank_from_another(user: int | None
     def come() -> None:  # while all ranks listen, before they know each other
         sockets = own_sockets()
         assert len(sockets) == 3
-        given = json.dumps([user, sockets, shm_sockets._address(token)[1:]])
+        given = json.dumps([user, sockets, shm_handshake._address(token)[1:]])
         command = [sys.executable, "-I", "-S", "-c", STRANGER, given]
         stranger = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -19,7 +19,7 @@ import torch
 from gradwire.errors import TransportError
 from gradwire.transport import Pending, shm_store
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_process import Stores
+from gradwire.transport.shm_store import Stores
 from transport.shm_ends import (
     at_once,
     content,

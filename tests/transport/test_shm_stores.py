@@ -20,7 +20,7 @@ import gradwire as gw
 from gradwire import groups
 from gradwire.transport import shm, shm_library, shm_store
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_process import STORES, Stores
+from gradwire.transport.shm_store import STORES, Stores
 from leftovers import until
 from ranks import as_processes
 from transport.shm_ends import at_once, ends, linked, taken

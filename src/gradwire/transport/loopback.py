@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import TransportError
+from gradwire.transport.protocol import DONE, Done
 
 
 class Hub:
@@ -50,13 +51,6 @@ class Hub:
 
     def transport(self, rank: int) -> Loopback:
         return Loopback(self, rank)
-
-
-class _Sent:
-    """A send copies into the hub, so it ends at once."""
-
-    def wait(self) -> None:
-        return
 
 
 class _Receive:
@@ -132,7 +126,7 @@ class Loopback:
         self.board = hub.board
         self.reached = self.lenders = frozenset(range(hub.world_size) if hub.lends else ())
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> _Sent:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Done:
         message = data.clone()
         if callable(self.hub.corrupt):
             self.hub.corrupt(self.rank, peer, tag, message)
@@ -140,7 +134,7 @@ class Loopback:
             if self.rank not in self.hub.dead:
                 self.hub.mail.setdefault((self.rank, peer, tag), []).append(message)
                 self.hub.changed.notify_all()
-        return _Sent()
+        return DONE  # the hub has a copy
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Receive:
         return _Receive(self.hub, (peer, self.rank, tag), data.numel(), data)
