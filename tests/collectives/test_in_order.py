@@ -12,13 +12,23 @@ from typing import Any
 import torch
 
 from fifo import FifoHub
-from gradwire import QSGD, CodecError, ConfigError, Options, TransportError, all_reduce
+from gradwire import (
+    QSGD,
+    CodecError,
+    ConfigError,
+    Options,
+    TransportError,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+)
 from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
-from ranks import as_threads, caught
-from transport.shm_ends import at_once
+from leftovers import until
+from ranks import as_threads, at_once, caught, refuses
 
 
 def test_jobs_of_several_threads_take_turns() -> None:
@@ -39,6 +49,36 @@ def test_jobs_of_several_threads_take_turns() -> None:
 
     for tensors in as_threads(3, body, fifo=FifoHub(3)):
         assert [float(t[0]) for t in tensors] == [3.0 + 3 * i for i in range(8)]
+
+
+def test_a_call_beside_another_thread_s_is_refused() -> None:
+    """Ranks may meet the two in different orders, and so take the values of one for the other's."""
+    begun = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        first, x = torch.ones(300), torch.ones(300)
+        reduce = partial(all_reduce, group=comm)
+        if comm.rank == 1:
+            assert begun.wait(60)
+            reduce(first)
+        else:
+            calling = threading.Thread(target=reduce, args=(first,))
+            calling.start()
+            assert until(lambda: comm.calls.awaited_by is not None)
+            for call in (
+                partial(reduce, x),
+                partial(reduce, x, async_op=True),
+                partial(broadcast, x, group=comm),
+                partial(all_gather, torch.ones(600), x, group=comm),
+                partial(reduce_scatter, torch.ones(150), x, group=comm),
+            ):
+                refuses("another thread is in a collective of this process group", call)
+            begun.set()
+            calling.join(60)
+        reduce(x, None)  # the next may come from another thread
+        assert first.tolist() == x.tolist() == [2.0] * 300
+
+    as_threads(2, body)
 
 
 def test_a_call_ends_with_what_broke_the_group() -> None:

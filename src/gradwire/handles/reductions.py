@@ -365,7 +365,8 @@ class Reductions:
         self.installed = False
         self.runner.close()
         self.switch.close()
-        if not self.owner.comm.workers.owns(threading.current_thread()):
+        on_worker = self.owner.comm.workers.owns(threading.current_thread())
+        if not on_worker and not self.owner.is_forked:  # a forked child has none of the threads
             self.runner.join()  # what runs in torch as the process ends would abort it
             self.switch.join()
 

@@ -128,8 +128,10 @@ class Switch:
         raises refuses this version on all ranks, on which it may have raised nothing.
 
         Raises:
-            ConfigError: raised by `make`; or the handle has had `MOST_VERSIONS` updates.
+            ConfigError: raised by `make`; the handle has had `MOST_VERSIONS` updates; or this is a
+                forked child, which has no threads to prepare it.
         """
+        self._owners[0].check_process()
         with self._lock:
             if self.newest.version + 1 >= MOST_VERSIONS:
                 raise ConfigError(
