@@ -365,8 +365,7 @@ class Reductions:
         self.installed = False
         self.runner.close()
         self.switch.close()
-        on_worker = self.owner.comm.workers.owns(threading.current_thread())
-        if not on_worker and not self.owner.is_forked:  # a forked child has none of the threads
+        if not (self.owner.is_forked or self.owner.comm.workers.owns(threading.current_thread())):
             self.runner.join()  # what runs in torch as the process ends would abort it
             self.switch.join()
 

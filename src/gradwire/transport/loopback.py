@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import TransportError
-from gradwire.transport.protocol import DONE, Done
 
 
 class Hub:
@@ -51,6 +50,13 @@ class Hub:
 
     def transport(self, rank: int) -> Loopback:
         return Loopback(self, rank)
+
+
+class _Sent:
+    """A send copies into the hub, so it ends at once."""
+
+    def wait(self) -> None:
+        return
 
 
 class _Receive:
@@ -126,7 +132,7 @@ class Loopback:
         self.board = hub.board
         self.reached = self.lenders = frozenset(range(hub.world_size) if hub.lends else ())
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Done:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> _Sent:
         message = data.clone()
         if callable(self.hub.corrupt):
             self.hub.corrupt(self.rank, peer, tag, message)
@@ -134,7 +140,7 @@ class Loopback:
             if self.rank not in self.hub.dead:
                 self.hub.mail.setdefault((self.rank, peer, tag), []).append(message)
                 self.hub.changed.notify_all()
-        return DONE  # the hub has a copy
+        return _Sent()
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Receive:
         return _Receive(self.hub, (peer, self.rank, tag), data.numel(), data)

@@ -21,16 +21,6 @@ class Pending(Protocol):
         """
 
 
-class Done:
-    """A send that has ended at once."""
-
-    def wait(self) -> None:
-        return
-
-
-DONE = Done()
-
-
 class Loan(Protocol):
     """A receive in flight that reads its message in the sender's memory."""
 

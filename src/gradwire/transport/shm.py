@@ -26,7 +26,6 @@ import torch
 
 from gradwire.errors import ConfigError, TransportError, again
 from gradwire.transport import shm_library, shm_store
-from gradwire.transport.protocol import DONE, Done
 from gradwire.transport.shm_library import Ended
 from gradwire.transport.shm_store import STORES, Mapped, Store, Stores, at_end
 
@@ -183,13 +182,11 @@ class Shm:
         os.close(self.fd)
         self.fd = -1
 
-    def isend(
-        self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None
-    ) -> Transfer | Done:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Transfer:
         link, (address, nbytes) = self._link(peer), _bytes(data)
         counts = nbytes if in_use is None else in_use
         handle = self.library.shm_send(self.handle, link, address, nbytes, counts, tag)
-        return DONE if handle is None else Transfer(self, handle, data, nbytes, peer, False)
+        return Transfer(self, handle or 0, data, nbytes, peer, False, ended=handle is None)
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Transfer:
         link, (address, nbytes) = self._link(peer), _bytes(data)
@@ -269,7 +266,8 @@ class Transfer:
     def __post_init__(self) -> None:
         if self.handle == shm_library.REFUSED:
             raise again(self.end.error or self.end.stopped())
-        self.end.under_way.add(self)
+        if not self.ended:
+            self.end.under_way.add(self)
 
     def wait(self) -> None:
         if self.ended:
