@@ -18,6 +18,7 @@ from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
+from leftovers import until
 from ranks import as_threads, caught, raises
 from rooms.collectives import Job
 from rooms.engine import workers
@@ -51,11 +52,7 @@ def test_a_finished_job_keeps_nothing_alive() -> None:
         all_reduce(tensor, group=comm)
         gone = weakref.ref(tensor)
         del tensor
-        deadline = time.monotonic() + 60
-        while gone() is not None and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.01)
-        assert gone() is None
+        assert until(lambda: gc.collect() >= 0 and gone() is None)
 
     as_threads(2, body)
 
@@ -173,8 +170,5 @@ def test_threads_are_held_only_by_what_waits(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(8):
         as_threads(2, body)
     held = Engine.current().workers
-    deadline = time.monotonic() + 60
-    while len(held) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(held) == 0
+    assert until(lambda: len(held) == 0)
     Engine.current().channel.close()
