@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 
 from gradwire import all_reduce
+from gradwire.collectives import Item
 from gradwire.engine import Communicator
 from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
@@ -88,6 +89,18 @@ def name_of(spec: Spec | torch.Tensor) -> str:
 
 def keys(spec: Spec, comm: Communicator) -> rng.Keys:
     return rng.parameter_keys(0, spec.name, comm.rank)
+
+
+def items_of(
+    comm: Communicator,
+    specs: Sequence[Spec],
+    tensors: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor | None] | None = None,
+    step: int = 0,
+) -> list[Item]:
+    """A collective's, in place."""
+    parts = zip(specs, tensors, residuals or [None] * len(specs), strict=True)
+    return [Item(t, keys(spec, comm), step, residual) for spec, t, residual in parts]
 
 
 def specs_of(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec], **how: bool) -> list[Spec]:

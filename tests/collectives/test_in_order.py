@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
 from fifo import FifoHub
 from gradwire import (
     QSGD,
     CodecError,
-    ConfigError,
-    Options,
     TransportError,
     all_gather,
     all_reduce,
@@ -28,43 +28,27 @@ from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from leftovers import until
-from ranks import as_threads, at_once, caught, refuses
+from ranks import as_threads, caught, raises, refuses
 
 
-def test_jobs_of_several_threads_take_turns() -> None:
-    """In the same order on all ranks, which callers must ensure, as with NCCL."""
-
-    def body(comm: Communicator) -> list[torch.Tensor]:
-        tensors = [torch.full((1000,), float(comm.rank + i)) for i in range(8)]
-        done = [threading.Event() for _ in range(9)]
-        done[0].set()
-
-        def turn(i: int) -> None:
-            done[i].wait(20)
-            all_reduce(tensors[i], "identity", group=comm, name=f"t{i}")
-            done[i + 1].set()
-
-        at_once(*(partial(turn, i) for i in range(8)))
-        return tensors
-
-    for tensors in as_threads(3, body, fifo=FifoHub(3)):
-        assert [float(t[0]) for t in tensors] == [3.0 + 3 * i for i in range(8)]
-
-
-def test_a_call_beside_another_thread_s_is_refused() -> None:
+@pytest.mark.parametrize("fifo", [FifoHub(2), None], ids=["in order", "with tags"])
+def test_threads_take_turns_and_a_call_beside_another_is_refused(fifo: FifoHub | None) -> None:
     """Ranks may meet the two in different orders, and so take the values of one for the other's."""
     begun = threading.Event()
 
     def body(comm: Communicator) -> None:
-        first, x = torch.ones(300), torch.ones(300)
+        tensors = [torch.full((1000,), float(comm.rank + i)) for i in range(8)]
         reduce = partial(all_reduce, group=comm)
+        calling = [
+            threading.Thread(target=reduce, args=(t, "identity"), kwargs={"name": f"t{i}"})
+            for i, t in enumerate(tensors)
+        ]
         if comm.rank == 1:
             assert begun.wait(60)
-            reduce(first)
-        else:
-            calling = threading.Thread(target=reduce, args=(first,))
-            calling.start()
-            assert until(lambda: comm.calls.awaited_by is not None)
+        calling[0].start()
+        if comm.rank == 0:
+            assert until(lambda: comm.calls.core.issued)
+            x = torch.ones(300)
             for call in (
                 partial(reduce, x),
                 partial(reduce, x, async_op=True),
@@ -74,11 +58,13 @@ def test_a_call_beside_another_thread_s_is_refused() -> None:
             ):
                 refuses("another thread is in a collective of this process group", call)
             begun.set()
-            calling.join(60)
-        reduce(x, None)  # the next may come from another thread
-        assert first.tolist() == x.tolist() == [2.0] * 300
+        for before, following in pairwise(calling):
+            before.join(60)
+            following.start()
+        calling[-1].join(60)
+        assert [float(t[0]) for t in tensors] == [1.0 + 2 * i for i in range(8)]
 
-    as_threads(2, body)
+    as_threads(2, body, fifo=fifo)
 
 
 def test_a_call_ends_with_what_broke_the_group() -> None:
@@ -123,25 +109,15 @@ def test_a_bad_payload_breaks_the_group_and_peers_are_told() -> None:
     assert (0, 0) in fifo.blamed
 
 
-def test_a_checksum_that_nobody_would_compare_is_refused() -> None:
-    def body(comm: Communicator) -> BaseException | None:
-        return caught(lambda: all_reduce(torch.ones(3), group=comm, options=Options(checksum=True)))
-
-    for error in as_threads(2, body, fifo=FifoHub(2)):
-        assert isinstance(error, ConfigError)
-        assert "checksum" in str(error)
-
-
 def test_a_closed_communicator_refuses() -> None:
-    def body(comm: Communicator) -> BaseException | None:
-        all_reduce(torch.ones(3), group=comm)
+    def body(comm: Communicator) -> None:
+        reduce = partial(all_reduce, torch.ones(3), group=comm)
+        reduce()
         comm.close()
-        return caught(lambda: all_reduce(torch.ones(3), group=comm))
+        raises(TransportError, reduce, "destroyed")
 
     for fifo in (FifoHub(2), None):
-        for error in as_threads(2, body, fifo=fifo):
-            assert isinstance(error, TransportError)
-            assert "destroyed" in str(error)
+        as_threads(2, body, fifo=fifo)
 
 
 def test_memory_is_that_of_one_collective() -> None:

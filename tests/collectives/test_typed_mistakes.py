@@ -263,9 +263,21 @@ def broadcasts(root: int, **how: Any) -> Call:
 
 def scatters(lengths: tuple[int, ...]) -> Call:
     lengths += (0,)
-    return lambda comm: begin(
-        comm.calls, ReduceScatter(X(4), lengths=lengths[: comm.world_size]), "w", Options()
-    )[0].result(30)
+    return lambda comm: asks(ReduceScatter, X(4), lengths=lengths[: comm.world_size])(comm)
+
+
+def doubling(by: float) -> Codec:
+    """A codec whose code differs between ranks under one name: an old file on one of them."""
+
+    @dataclass(frozen=True)
+    class Stale(Codec):
+        def encode(self, g: Value) -> Payload:
+            return concat(value=g * 0.5)
+
+        def decode(self, value: Value) -> Value:
+            return value * by
+
+    return Stale()
 
 
 # The call of most ranks, the call of rank 1, what the error must say, and whether every rank waits
@@ -285,6 +297,13 @@ DIFFERENCES: dict[str, tuple[Any, Any, list[str], bool]] = {
     "a broadcast": (broadcasts(0), reduces(), ["broadcast(root=0)", "all_reduce(sum)"], False),
     "algorithm": (
         broadcasts(0), broadcasts(0, algorithm="tree"), ["algorithm sra", "algorithm tree"], False
+    ),
+    "a reduction's algorithm": (
+        reduces(QSGD(), algorithm="hierarchical"), reduces(QSGD(), algorithm="ring"),
+        ["algorithm hierarchical", "algorithm ring"], False,
+    ),
+    "a codec's code": (
+        reduces(doubling(3.0)), reduces(doubling(2.0)), ["Stale(): program"], False
     ),
 }  # fmt: skip
 
@@ -315,36 +334,6 @@ def test_ranks_that_differ_are_told(n: int) -> None:
     with ThreadPoolExecutor(len(given)) as pool:  # they wait most of the time
         faults = [fault for of in pool.map(lambda g: faults_of(*g), given) for fault in of]
     assert not faults, faults
-
-
-# ---- calls that look alike but differ: none gets a wrong number
-
-
-def doubling(by: float) -> Codec:
-    """A codec whose code differs between ranks under one name: an old file on one of them."""
-
-    @dataclass(frozen=True)
-    class Stale(Codec):
-        def encode(self, g: Value) -> Payload:
-            return concat(value=g * 0.5)
-
-        def decode(self, value: Value) -> Value:
-            return value * by
-
-    return Stale()
-
-
-def test_a_codec_that_is_another_elsewhere_is_named() -> None:
-    codecs = [doubling(2.0 if rank else 3.0) for rank in range(3)]
-    assert len(set(map(str, codecs))) == 1
-
-    def reduce(comm: Communicator) -> BaseException | None:
-        tensor = torch.randn(300)
-        return caught(lambda: gw.all_reduce(tensor, codecs[comm.rank], group=comm))
-
-    for error in as_threads(3, reduce):
-        assert isinstance(error, ConfigError)
-        assert "Stale(): program" in str(error)
 
 
 @pytest.mark.parametrize("codec", ["randomk", "rotated", "qsgd"])
