@@ -38,5 +38,5 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.02)
+        time.sleep(0.005)
     return False

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from control_ranks import Ears, channels, until
+from control_ranks import Ears, channels
 
 from ends import forked, forkserver
 from gradwire.control import Channel
@@ -27,6 +27,7 @@ from gradwire.control import channel as control_channel
 from gradwire.control import connection as control_connection
 from gradwire.control.connection import Connection
 from gradwire.errors import TransportError
+from leftovers import until
 from loopback import without_lookups
 from products import EXHAUSTIVE
 from ranks import caught
@@ -92,7 +93,7 @@ def leaves_by_its_exit(pipe: Pipe, rank: int, port: int) -> None:
     if rank == 1:
         threading.Thread(target=partial(time.sleep, 0.3)).start()  # its exit waits for this thread
     if rank == 2:  # it leaves by the last line
-        until(lambda: len(ears.heard_from) == 2)
+        assert until(lambda: len(ears.heard_from) == 2)
         pipe.send([notice for _, notice in ears.heard_from])
 
 
@@ -191,7 +192,7 @@ def test_the_server_ends(caplog: pytest.LogCaptureFixture) -> None:
         for future in [member.exchange("e", b"") for member in (*members, hosted)]:
             future.result(60)
         pending = [members[0].exchange("f", b""), members[0].agree("a", "plan", [])]
-        until(lambda: len(members[0].part.open) == 2)
+        assert until(lambda: len(members[0].part.open) == 2)
         del server
         for future in pending:
             error = future.exception(60)
