@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import gradwire as gw
 from averaging import started
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, Attached, Compressed, Context, ErrorFeedback, Steps
@@ -20,6 +19,7 @@ from gradwire.engine import Communicator
 from gradwire.lang import Codec, rng
 from stress.programs import Action, Call, Parameter, Program, Scope
 from stress.slow import Delays
+from typed_values import call
 
 CODECS: dict[str, Codec] = {
     "qsgd": codecs.get("qsgd"),
@@ -211,31 +211,18 @@ class Runner:
 
     def _call(self, action: Call, number: int, index: int) -> Callable[[], Left]:
         size = len(self.program.groups[action.group])
-        shard, whole = action.numel, action.numel * size
-        given = self.values(whole if action.kind == "reduce_scatter" else shard, number, index)
-        result = given
-        how: dict[str, Any] = {
-            "group": self.ctx.groups[action.group],
-            "async_op": not action.waits,
-            "seed": self.program.seed,
-            "step": number,
-            "name": "call",
-        }
-        op = "avg" if action.average else "sum"
-        codec = CODECS[action.codec]
-        if action.kind == "all_reduce":
-            future = gw.all_reduce(result, codec, op=op, **how)
-        elif action.kind == "reduce_scatter":
-            result = torch.empty(shard)
-            future = gw.reduce_scatter(result, given, codec, op=op, **how)
-        else:
-            result = torch.empty(whole)
-            future = gw.all_gather(result, given, codec, **how)
+        scatters = action.kind == "reduce_scatter"
+        given = self.values(action.numel * (size if scatters else 1), number, index)
+        how: dict[str, Any] = {"group": self.ctx.groups[action.group], "async_op": not action.waits}
+        how |= {"seed": self.program.seed, "step": number, "name": "call"}
+        if action.kind != "all_gather":
+            how["op"] = "avg" if action.average else "sum"
+        result, future = call(action.kind, given, size, CODECS[action.codec], **how)
 
         def wait() -> Left:
             if future is not None:
                 future.wait()
-            return ([], [result]) if action.kind == "reduce_scatter" else ([result], [])
+            return ([], [result]) if scatters else ([result], [])
 
         return wait
 
