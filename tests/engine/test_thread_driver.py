@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 from functools import partial
@@ -115,7 +114,9 @@ def test_tickets_are_returned_in_their_order() -> None:
         futures = [begin(*one) for one in ((running, "0"), (empty, "1"), (empty, "2"))]
         if comm.rank == 0:
             futures[1].result(timeout=60)
-            time.sleep(0.2)  # an early start of ticket 2 would come by now
+            behind = threading.Event()
+            comm.runs.resume(behind.set)  # on the lane on which ticket 2 would start
+            assert behind.wait(60)
             early = list(started)
             joined.set()
         for future in futures:
