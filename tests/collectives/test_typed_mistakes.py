@@ -50,6 +50,12 @@ def quantised(comm: Communicator) -> object:
         return gw.broadcast(torch.empty(4, dtype=torch.quint8), group=comm)
 
 
+VERBS: dict[str, list[Any]] = {
+    "reduce": [gw.all_reduce, X(9)],
+    "scatter": [gw.reduce_scatter, X(4), X(8)],
+    "gather": [gw.all_gather, X(8), X(4)],
+}
+
 MISTAKES: list[tuple[Call, str]] = [
     # options
     (options(algorithm="rings"), "unknown algorithm 'rings': did you mean 'ring'? Else use one of"),
@@ -79,9 +85,19 @@ MISTAKES: list[tuple[Call, str]] = [
         on(gw.all_reduce, X(9), options={"algorithm": "ring"}),
         "options={'algorithm': 'ring'}: give a gradwire.Options",
     ),
-    (
-        on(gw.all_reduce, X(9), options=Options(algorithm="hierarchical", nodes=(0, 0, 1))),
-        "a machine for each of the 2 ranks",
+    *(
+        (on(*VERBS[verb], options=Options(algorithm="hierarchical", **how)), text)
+        for verbs, how, texts in (
+            (VERBS, {"nodes": (0, 0, 1)}, ["a machine for each of the 2 ranks"]),
+            (
+                ["scatter", "gather"],
+                {"between": "grid"},
+                ["has no grid: ", "leave out between='grid'"],
+            ),
+            (["gather"], {"inside": "full"}, ["sums no values ", "leave out inside='full'"]),
+        )
+        for verb in verbs
+        for text in texts
     ),
     (
         on(gw.all_reduce, X(4), None, algorithm="rings"),
