@@ -66,8 +66,11 @@ def test_a_message_is_read_where_it_lies_until_it_is_given_back() -> None:
             loan.give_back()
         exchanged(a, b, data, in_use=100)
         assert a.lent_bytes == SIZE + 100
-        for beside in (nothing(SIZE), content((0, 1, 0), 0, SIZE)):  # which are copied
-            message = exchanged(a, b, beside)
+        for beside in (nothing(SIZE), content((0, 1, 0), 0, SIZE)):
+            loan, sent = b.borrow(SIZE, 0, 7), a.isend(beside, 1, 7)
+            message = loan.wait()
+            sent.wait()  # it is copied
+            loan.give_back()
             assert torch.equal(message, beside)  # a copy is its reader's own
         assert a.lent_bytes == SIZE + 100
 
