@@ -38,7 +38,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "lang":           ( 9990, 69,  0, "errors"),
     "codecs":         ( 1662, 22,  0, "errors lang"),
     "control":        ( 1616,  9,  0, "errors"),
-    "transport":      ( 1975, 28,  0, "errors lang"),
+    "transport":      ( 1962, 28,  0, "errors lang"),
     "engine":         ( 3434, 39,  6, "errors control transport"),
     "algorithms":     ( 1826, 12,  0, "errors engine"),
     "partition":      (  285,  2,  0, "errors lang codecs engine"),

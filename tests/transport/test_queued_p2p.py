@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from gradwire import TransportError, groups
 from gradwire.transport.link import Posting
 from gradwire.transport.queued_p2p import QueuedP2P
+from gradwire.transport.torch_p2p import timeout_of
 from ranks import raises
 
 CPU = torch.device("cpu")
@@ -159,6 +161,18 @@ def test_nccl_is_taken_where_it_carries_the_device() -> None:
     cuda = torch.device("cuda", 0)
     assert [groups.keeps_order(group, cuda) for group in of_cuda] == [True, False]  # type: ignore[arg-type]
     assert not groups.keeps_order(of_cuda[0], CPU)  # type: ignore[arg-type]
+
+
+def test_the_timeout_is_that_of_the_backend_for_the_cpu_or_else_of_another() -> None:
+    seconds = {"cuda": 7, "cpu": 5}
+    for kinds in (["cuda"], ["cuda", "cpu"]):
+        group: Any = SimpleNamespace(
+            _device_types=[torch.device(kind) for kind in kinds],
+            _get_backend=lambda device: SimpleNamespace(
+                options=SimpleNamespace(_timeout=timedelta(seconds=seconds[device.type]))
+            ),
+        )
+        assert timeout_of(group) == seconds[kinds[-1]]
 
 
 def test_a_broken_group_ends_the_waits_that_block() -> None:
