@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 from transports import over_both
 
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
 from ranks import caught, raises
+from rooms.decide import scripts
+from rooms.handles import switch
 from stress.worlds import of_transport
 
 pytestmark = [pytest.mark.multiprocess, *over_both(2)]
@@ -261,26 +264,34 @@ def test_groups_that_come_and_go_leave_nothing(shm: bool) -> None:
 
 
 def test_a_forked_child_is_refused(rank: int) -> None:
+    """At once, and it may detach, though an update was pending in the parent."""
     gw.all_reduce(torch.ones(1000))
+    model = DistributedDataParallel(torch.nn.Linear(40, 40))
+    handle = gw.attach(model)
+    if rank == 1:
+        dist.barrier()
+    update = handle.update(bits=3)  # of rank 0 alone, so it is not prepared
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            gw.all_reduce(torch.ones(1000))
-            text = "nothing was raised"
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(sender, text.encode())
+        switch.CLOSING_S = scripts.CLOSING_S = 3600.0  # a wait that would end by itself
+        said = [str(caught(lambda: gw.all_reduce(torch.ones(1000))))]
+        said.append(str(caught(lambda: handle.update(bits=2))))
+        handle.detach()
+        os.write(sender, "\n".join([*said, f"{handle.attached}"]).encode())
         os._exit(0)
     ready, _, _ = select.select([receiver], [], [], 60)
     os.kill(child, 9)
     os.waitpid(child, 0)
-    gw.all_reduce(torch.ones(1000), step=1)  # the parent continues
+    if rank == 0:
+        dist.barrier()
+    update.wait()  # the parent continues
+    gw.all_reduce(torch.ones(1000), step=1)
+    handle.detach()
     assert ready, "the child hangs"
-    said = os.read(receiver, 4096).decode()
-    assert said.startswith("ConfigError"), said
-    assert "fork" in said
-    assert "spawn" in said
+    first, second, attached = os.read(receiver, 4096).decode().split("\n")
+    assert attached == "False"
+    assert all("this process was forked" in said and "spawn" in said for said in (first, second))
 
 
 def begun_alone(rank: int) -> str:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from averaging import started
 from gradwire.aggregators import Attached
+from gradwire.groups import communicator
 from gradwire.lang import rng
-from ranks import on
+from ranks import at_once, on
 from stress.running import Chained
-from stress.scopes import of_processes
 from stress.worlds import of_transport
 from training import mlp
-from transport.shm_ends import at_once
 
 # `make test` has one of them.
 WORLDS = [(3, False), (3, True), (2, False), (2, True)]
@@ -50,8 +50,7 @@ def test_rounds_of_buckets_overtake_each_other(rank: int) -> None:
 
 def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
     """Rank 0 issues its buckets slowly: it has the second round of one before the next bucket."""
-    scopes, size = of_processes(group), dist.get_world_size()
-    owner = scopes.open("owner", window)
+    owner, size = communicator(group).owner("owner", window=window), dist.get_world_size()
     # each has all sizes, in a different order: a message in the wrong place has a wrong size
     numels = [100 * (b + 1) for b in range(BUCKETS)]
     members = [
@@ -67,7 +66,7 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
         gradients = [normal(n, rank, step, b) for b, n in enumerate(numels)]
         running = []
         for b in range(BUCKETS):
-            running.append(scopes.start(owner, [members[b]], [gradients[b]]))
+            running.append(started(owner, [members[b]], [gradients[b]]))
             if rank == 0:
                 time.sleep(0.01)
         for b, future in enumerate(running):
@@ -134,26 +133,21 @@ def test_two_modules_and_calls_over_one_group(rank: int) -> None:
 def test_a_bucket_and_a_call_change_places(rank: int) -> None:
     """A module's bucket and a call of the user's change places between ranks."""
     group = dist.new_group(timeout=LIMIT)
-    scopes = of_processes(group)
-    owner = scopes.open("owner", 2)
+    owner = communicator(group).owner("owner")
     keys = rng.parameter_keys(0, "p", rank)
     member = Attached("p", (5000,), Chained(((5000, "identity", "all_reduce"),)), keys)
     for step in range(10):
         gradient, values = torch.full((5000,), float(rank)), torch.full((300,), float(rank))
-        started: dict[str, object] = {}
-
-        def bucket(gradient=gradient, started=started) -> None:  # type: ignore[no-untyped-def]
-            started["bucket"] = scopes.start(owner, [member], [gradient])
-
-        def call(values=values, started=started, step=step) -> None:  # type: ignore[no-untyped-def]
-            started["call"] = gw.all_reduce(
-                values, "identity", group=group, async_op=True, step=step
-            )
-
-        for action in (bucket, call) if (step + rank) % 2 or not step else (call, bucket):
-            action()
-        started["bucket"].result(60)  # type: ignore[attr-defined]
-        started["call"].wait()  # type: ignore[attr-defined]
+        acts = {
+            "bucket": partial(started, owner, [member], [gradient]),
+            "call": partial(
+                gw.all_reduce, values, "identity", group=group, async_op=True, step=step
+            ),
+        }
+        first = "bucket" if (step + rank) % 2 or not step else "call"
+        begun = {name: acts[name]() for name in sorted(acts, key=lambda name: name != first)}
+        begun["bucket"].result(60)  # type: ignore[union-attr]
+        begun["call"].wait()  # type: ignore[union-attr]
         size = dist.get_world_size()
         assert torch.equal(gradient, torch.full((5000,), (size - 1) / 2))
         assert torch.equal(values, torch.full((300,), size * (size - 1) / 2))

@@ -26,8 +26,8 @@ from gradwire.transport import (
     Mixed,
     TorchP2P,
     Transport,
+    shm_handshake,
     shm_library,
-    shm_sockets,
     shm_store,
 )
 from leftovers import until
@@ -232,7 +232,7 @@ def test_who_cannot_share_falls_back(rank: int) -> None:
             if rank == 1 and obstacle == "off":
                 patch.setenv("GRADWIRE_SHM", "0")
             if rank == 1 and obstacle == "unreachable":
-                patch.setattr(shm_sockets, "_address", lambda _: f"\0elsewhere-{uuid.uuid4()}")
+                patch.setattr(shm_handshake, "_address", lambda _: f"\0elsewhere-{uuid.uuid4()}")
             if rank == 1 and obstacle == "no memory":
                 patch.setattr(os, "memfd_create", _no_memory)
             transport = Mixed(group)

@@ -365,7 +365,7 @@ class Reductions:
         self.installed = False
         self.runner.close()
         self.switch.close()
-        if not self.owner.comm.workers.owns(threading.current_thread()):
+        if not (self.owner.is_forked or self.owner.comm.workers.owns(threading.current_thread())):
             self.runner.join()  # what runs in torch as the process ends would abort it
             self.switch.join()
 
