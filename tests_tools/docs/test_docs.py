@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import re
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import yaml
 from pages import ROOT, Page
 
 import gradwire
+from gradwire_tools.report import pages
 from products import EXHAUSTIVE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,8 +50,7 @@ def test_a_rule_holds(rule: Callable[[Page], Iterator[str]], files: list[Path]) 
 
 
 def test_tables_of_results_are_what_the_rows_say() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "results_in_docs.py"))
-    assert script["main"](["--check"]) == 0, "run python scripts/results_in_docs.py"
+    assert pages.main(["--check"], ROOT) == 0, "run python -m gradwire_tools.report.pages"
 
 
 def test_the_citation_is_of_this_version() -> None:
