@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import refused_by_command
 from torch import nn
 
 from command_line import refused
@@ -159,15 +158,6 @@ WRONG_FIELDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"patience": 0}, "patience is 0, must be at least 1"),
     ({"validate": True}, "give nets to compose"),
 )
-WRONG_OPTIONS = (
-    (["--methods", "fsdp-fp32"], "trains under FSDP2: give --sharded, too"),
-    (["--accumulate", "2"], "micro-batches need --sharded"),
-    (["--sharded", "--accumulate", "0"], "accumulate is 0, must be at least 1"),
-    (
-        ["--sharded", "--task", "image", "--task-option", "channels_last=true"],
-        "FSDP2 shards contiguous parameters",
-    ),
-)
 
 
 def test_wrong_fields_are_refused_before_anything_starts() -> None:
@@ -177,7 +167,6 @@ def test_wrong_fields_are_refused_before_anything_starts() -> None:
         {"nets": ("c1-small",), "net": "none"},
     ):  # fmt: skip
         TrainConfig(methods=("torch-fp32",), **fields).check()  # the least share
-    refused_by_command(["bench", "train", "--net", "none"], WRONG_OPTIONS)
     with pytest.raises(ConfigError, match="a policy is for `bench train`"):
         methods.parse("qsgd:policy=lgreco").how()
     untouched: Any = nn.Linear(2, 2)

@@ -22,7 +22,7 @@ from gradwire.lang.native import jit
 from gradwire.planner import kernel_costs
 from gradwire_tools.bench import interleaved
 from gradwire_tools.bench.adapt.record import Recording
-from gradwire_tools.cli.program import BAD_INPUT, FAILED, app
+from gradwire_tools.cli.program import FAILED, app
 from gradwire_tools.lab import Lab
 
 HUGE = "1000000000000000"
@@ -175,40 +175,6 @@ def test_bad_input_is_one_line_and_leaves_no_file(verb: Verb, folder: Path) -> N
             before = sorted(folder.rglob("*"))
             faults.append(f"{line}: leaves a file")
     assert not faults, "\n".join(faults)
-
-
-def test_a_report_of_no_rows_is_one_line(tmp_path: Path) -> None:
-    rows, page, faults = tmp_path / "rows", tmp_path / "page.html", []
-    for content in (None, b"", b"no json\n", b"[1]\n", b"\xff\xfe", 2 * b'{"a": 1}\n'):
-        if content is not None:
-            rows.write_bytes(content)
-        faults.append(refusal("report", str(rows), "--output", str(page))[1])
-    assert not any(faults), faults
-    assert not page.exists()
-
-
-@pytest.mark.usefixtures("no_work")
-def test_a_refused_command_keeps_older_rows(tmp_path: Path) -> None:
-    rows = tmp_path / "rows"
-    rows.write_text("older")
-    words = ["bench", "collectives", "--numel", "0", "--net", "none", "--json", str(rows)]
-    assert run(*words).code == BAD_INPUT
-    assert rows.read_text() == "older"
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize("words", ["bench error --quick", "bench collectives", "bench train"])
-def test_a_method_given_twice_is_one_line(words: str) -> None:
-    complaint, fault = refusal(*words.split(), "--methods", "qsgd,thc, qsgd")
-    assert not fault
-    assert "--methods names qsgd twice" in complaint
-
-
-def test_unknown_commands_and_missing_arguments_are_one_line() -> None:
-    for words in (["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]):
-        complaint, fault = refusal(*words)
-        assert not fault
-        assert complaint.endswith("--help")
 
 
 def test_a_group_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

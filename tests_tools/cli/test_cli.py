@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import refusal, rows_of, run
+from command_line import rows_of, run
 from gradwire import codecs
 from gradwire.aggregators import registry
 from gradwire.lang import gpu
@@ -162,14 +162,3 @@ def test_lab_run_passes_the_exit_code_on() -> None:
     ran = run("lab", "run", "--nodes", "2", "--net", "none", "--", "sh", "-c", script)
     assert ran.code == 3
     assert "[node 1] rank 1" in ran.out
-
-
-def test_a_run_that_ended_is_not_resumed(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"row": "summary"}\n')
-    (tmp_path / "rows.jsonl.state").mkdir()  # of which the deletion was killed
-    (tmp_path / "rows.jsonl.state" / "ended").touch()
-    complaint, fault = refusal("bench", "train", "--net", "none", "--json", str(file), "--resume")
-    assert not fault
-    assert "a run that ended" in complaint
-    assert file.read_text() == '{"row": "summary"}\n'

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from command_line import rows_of, run, wrongly_refused
+from command_line import refusal, rows_of, run
 from gradwire.codecs import QSGD, Cast, Identity
 from gradwire.planner import Rules, make_plan
 from gradwire.planner.files import PlanFile
@@ -215,32 +215,12 @@ def test_measured_links_become_a_network() -> None:
     assert (software.overhead, software.stack) == (links.typical_alpha, 0.0)
 
 
-MISTAKES = [
-    (["--model", "resnet50"], "give --model or --shapes, and --net"),
-    (["--net", "1gbit"], "give --model or --shapes, and --net"),
-    (["--model", "resnet50", "--net", "quick"], "network 'quick'"),
-    (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
-    (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
-    (["--model", "1e6", "--net", "none", "--ranks", "9999999"], "ranks=9999999: 65536 at most"),
-    (["--shapes", "s.json"], "or let torchrun start it (docs/how-to/automatic.md)"),
-    (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
-    (["--model", "1e6", "--net", "1gbit", "--save", "p"], "--save p: a plan has the names of"),
-    (["--save", "p"], "give --model or --shapes, and --net"),
-    (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
-    (["--model", "1e6", "--net", "1gbit", "--codec", "none"], "leave it out here"),
-    (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),
-]
-
-
-def test_bad_input_is_named(file: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [(["plan", *words, "--curves", str(file)], said) for words, said in MISTAKES]
-    faults = wrongly_refused(given)
+def test_machines_are_known_under_torchrun(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    machines = ["plan", "--shapes", str(shapes), "--per-node", "2"]
-    said = "--per-node 2: under torchrun the ranks' machines are known"
-    faults += wrongly_refused([(machines, said)])
-    assert not faults, "\n".join(faults)
+    complaint, fault = refusal("plan", "--shapes", str(shapes), "--per-node", "2")
+    assert not fault
+    assert "--per-node 2: under torchrun the ranks' machines are known" in complaint
 
 
 def test_without_arguments_it_helps() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import command_line
-from command_line import refusal, wrongly_refused
 from gradwire.codecs import get
 from machines import USUAL, priced
 
@@ -110,63 +109,3 @@ def test_limits_and_many_ranks(file: str) -> None:
     (row,) = rows_of(file, "--ranks", "1024", "--model", "resnet50")
     assert row["exact"] is False
     assert row["seconds"] > row["limit_seconds"]
-
-
-MISTAKES = [
-    (["--model", "resnet51"], "resnet51"),
-    (["--model", "0"], "at least 1"),
-    (["--model", "1e999"], "--model '1e999': more than 1e+13 values"),
-    (["--ranks", "0"], "--ranks 0"),
-    (["--ranks", "1"], "--ranks 1: one rank sends nothing; use 2 ranks or more"),
-    (["--sweep", "ranks=1,2"], "--sweep ranks=1: one rank sends nothing"),
-    (["--per-node", "0"], "per_node=0"),
-    (["--cores", "0"], "cores"),
-    (["--backward", "-1"], "backward"),
-    (["--codec", "qsdg"], "qsdg"),
-    (["--codec", "qsgd:algorithm=ring"], "--algorithm"),
-    (["--codec", "qsgd:error_feedback=3"], "error_feedback"),
-    (["--codec", ""], "--codec is empty"),
-    (["--algorithm", "star"], "star"),
-    (["--codec", "tbq", "--algorithm", "ring"], "not defined in the algorithm 'ring'"),
-    (
-        ["--codec", "randomk:unbiased=true:error_feedback=true", "--algorithm", "all_gather"],
-        "not defined with error feedback",
-    ),
-    (["--net", "1gbyte"], "1gbyte"),
-    (["--net", "0gbit"], "zero"),
-    (["--sweep", "ranks"], "NAME=VALUE"),
-    (["--sweep", "ranks=two"], "two"),
-    (["--sweep", "colour=red"], "colour"),
-    (["--sweep", "rank=2"], "--sweep rank: did you mean 'ranks'? Else use one of ranks, rate, lat"),
-    (["--sweep", "rate=1gbit", "--net", "none"], "needs a network"),
-    (["--segments", "0"], "segments"),
-    (["--partitions", "2"], "parameter_server"),
-    (["--plot", "plot.pdf"], "plot.pdf"),
-    (["--plot", "no such folder/plot.png"], "existing folder"),
-    (["--codec", "terngrad"], "no curve"),
-    (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
-    (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
-    (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),
-    (["--sharded", "--methods", ""], "--methods is empty"),
-    (["--sharded", "--algorithm", "ring"], "ring"),
-    (["--sharded", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
-    (["--sharded", "--sweep", "bits=2,4"], "sweep one of ranks, rate"),
-    (["--sharded", "--forward", "-1"], "forward=-1"),
-    (["--sharded", "--coordinated"], "leave --validate, --partitions and --coordinated out"),
-    (["--methods", "fsdp-fp32"], "--methods: is for a step under FSDP2: give --sharded"),
-    (["--forward", "1"], "--forward: is for a step under FSDP2"),
-    (["--blocking"], "--blocking: is for a step under FSDP2"),
-]
-
-
-def test_mistakes_are_named(file: str, tmp_path: Path) -> None:
-    common = ["sim", "--model", "1e4", "--curves", file]
-    faults = wrongly_refused(([*common, *words], said) for words, said in MISTAKES)
-    assert not faults, "\n".join(faults)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"a": 1}\n')
-    complaint, _ = refusal("sim", "--model", "1e4", "--curves", str(rows))
-    assert "it has no key 'codecs'" in complaint
-    rows.write_text("null\n")
-    complaint, _ = refusal("sim", "--model", "1e4", "--curves", str(rows))
-    assert "a JSON object is needed, with codecs, not NoneType" in complaint

@@ -53,7 +53,7 @@ def report(
     if table:
         typer.echo(reports.table(files, kinds, task))
         return
-    for name in (*kinds, *(["task"] if task else [])):
+    for name in (*kinds, *(["task"] if task is not None else [])):
         raise ConfigError(f"--{name}: is for a table: give --table")
     option, target = ("--output", page) if svg is None else ("--svg", svg)
     writable(option, target)

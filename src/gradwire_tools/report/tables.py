@@ -205,10 +205,9 @@ def _steps(kinds: Kinds) -> str:
     for first in columns[0]:
         line = [f"`{first['method']}`", size(first.get("wire_bytes_per_step"))]
         for summaries in columns:
-            bar = Baselines.of_rows(summaries).best(summaries, "step_seconds")
-            mine = next((r for r in summaries if r["method"] == first["method"]), None)
-            took = mine and mine["step_seconds"]
-            line.append(_beside(took, bar and bar["step_seconds"]))
+            bar = Baselines.of_rows(summaries).best(summaries, "step_seconds") or {}
+            mine = next((r for r in summaries if r["method"] == first["method"]), {})
+            line.append(_beside(mine.get("step_seconds"), bar.get("step_seconds")))
         cells.append(line)
     return _with_commands(_table(heads, cells), kinds["bench train"])
 
