@@ -295,7 +295,10 @@ SHAPES = (  # kinds of rows that no file has, and parts of sections
     ),
     {**COMPARED, "run": {**RUN, "date": "later"}},  # another run; another recording, and commit
     {**ERRORS[0], "run": {**RUN, "commit": "a"}}, {**ERRORS[0], "recorded": {**RUN, "commit": "a"}},
-    {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": 14.39}},
+    *(
+        {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": load}}
+        for load in (1.5, 2.0, 14.39, None)  # one is of a busy machine
+    ),
 )  # fmt: skip
 _FINE = (3.0, 3.0, 3.01)
 TRAININGS = {  # what may be said of a method: rows of a task of this name

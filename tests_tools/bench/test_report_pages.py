@@ -116,6 +116,7 @@ def stored(name: str, count: int) -> list[dict[str, object]]:
 
 def test_pages_say_what_they_said(pytestconfig: pytest.Config) -> None:
     pages = {name: stored(name, count) for name, count in FILES} | {"shapes": list(SHAPES)}
+    pages |= {"a run": train_rows(), "no gain": TRAININGS["near"]}  # whose results are told first
     pages["trainings"] = [
         {**row, "task": name.split()[0]} for name, rows in TRAININGS.items() for row in rows
     ]

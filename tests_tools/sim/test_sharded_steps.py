@@ -1,17 +1,15 @@
-"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates; test_verb.py has mistakes."""
+"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates; test_verb.py has its rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from command_line import rows_of
 from gradwire import Options, codecs
 from gradwire.engine import HEADER_BYTES
 from gradwire.lang import layout
@@ -260,43 +258,3 @@ def test_groups_are_a_models_parameters_blocks_and_the_root() -> None:
     blocks = models.groups("gpt2")
     assert [len(group) for group in blocks] == [1, *[12] * 12, 3]  # positions; the embedding, norm
     assert models.groups("7,4096x1024") == (((7, 1),), ((4096, 1024),), ())
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    weights, gradients = sent_by(sharded.parse("qsdp:w=8:g=8"))
-    one = ShardedScenario(2, GBIT, weights, gradients, GROUPS)
-    path = tmp_path_factory.mktemp("curves") / "curves.json"
-    curves_of(one, free=False).save(path)
-    return str(path)
-
-
-def told(file: str, *arguments: str) -> list[dict[str, Any]]:
-    methods = ["--methods", "fsdp-mixed,qsdp:w=8:g=8"]
-    return rows_of("sim", "--sharded", "--curves", file, *methods, *arguments)
-
-
-KEYS = {
-    "sharded", "method", "model", "numel", "algorithm", "ranks", "per_node", "net", "groups",
-    "seconds", "forward_seconds", "backward_seconds", "blocking", "compute_seconds", "wire_bytes",
-    "weights_wire_bytes", "gradients_wire_bytes", "ratio", "limit_seconds", "of_limit", "messages",
-    "exact", "machine", "run",
-}  # fmt: skip
-
-
-def test_rows_of_the_command(file: str, tmp_path: Path) -> None:
-    plot = tmp_path / "plot.svg"
-    rows = told(
-        file, "--model", "1e6,1e6", "--backward", "0.2", "--sweep", "rate=100mbit,1gbit", "--plot",
-        str(plot),
-    )  # fmt: skip
-    assert [(row["method"], row["value"]) for row in rows] == [
-        (method, rate) for rate in ("100mbit", "1gbit") for method in ("fsdp-mixed", "qsdp:w=8:g=8")
-    ]
-    for row in rows:
-        assert row.keys() == {*KEYS, "sweep", "value"}
-        assert (row["forward_seconds"], row["backward_seconds"]) == (0.1, 0.2)
-    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"] > 0.3
-    assert "<svg" in plot.read_text()
-    (alone, _) = told(file, "--model", "1e6", "--forward", "0.05", "--backward", "0.2")
-    assert alone["forward_seconds"] == 0.05

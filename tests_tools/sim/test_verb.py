@@ -24,6 +24,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Curves of some codecs."""
     used = [get(name) for name in ("identity", "topk", "tbq")]
     used += [get("qsgd", bits=bits) for bits in (2, 4, 8)]
+    used += [get("randomshift", bits=8), get("qsgd", bits=8, block=1024)]  # of qsdp:w=8:g=8
     prices = dict.fromkeys(used, (1e-5, 3e-10, 1e-10))
     path = tmp_path_factory.mktemp("curves") / "curves.json"
     priced(prices, engine=USUAL.engine, link=USUAL.link).save(path)
@@ -109,3 +110,26 @@ def test_limits_and_many_ranks(file: str) -> None:
     (row,) = rows_of(file, "--ranks", "1024", "--model", "resnet50")
     assert row["exact"] is False
     assert row["seconds"] > row["limit_seconds"]
+
+
+OF_SHARDED = {
+    "sharded", "groups", "forward_seconds", "blocking", "weights_wire_bytes",
+    "gradients_wire_bytes", "ratio",
+}  # fmt: skip
+
+
+def test_a_step_under_fsdp2(file: str, tmp_path: Path) -> None:
+    plot, methods = tmp_path / "plot.svg", ["fsdp-mixed", "qsdp:w=8:g=8"]
+    given = ["--sharded", "--methods", ",".join(methods), "--backward", "0.2", "--model"]
+    sweep = ["--sweep", "rate=100mbit,1gbit", "--plot", str(plot)]
+    rows = rows_of(file, *given, "1e6,1e6", *sweep)
+    assert [(row["method"], row["value"]) for row in rows] == [
+        (method, rate) for rate in ("100mbit", "1gbit") for method in methods
+    ]
+    for row in rows:
+        assert row.keys() == KEYS - {"codec", "buckets"} | OF_SHARDED | {"sweep", "value"}
+        assert (row["forward_seconds"], row["backward_seconds"]) == (0.1, 0.2)
+    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"] > 0.3
+    assert "<svg" in plot.read_text()
+    (alone, _) = rows_of(file, *given, "1e6", "--forward", "0.05")
+    assert alone["forward_seconds"] == 0.05
