@@ -8,7 +8,6 @@ writes it anew, and its difference is a line of the changelog.
 from __future__ import annotations
 
 import html.parser
-import itertools
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from report_rows import (
     SWEPT,
     TRAININGS,
     TRANSPORT,
+    stored,
     train_rows,
 )
 
@@ -35,7 +35,6 @@ from gradwire_tools.bench import quantities
 from gradwire_tools.report import page
 
 STORED = Path(__file__).with_name("report_pages.txt")
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FILES = (  # of each kind of rows a small file, and how many of its rows
     ("time-to-accuracy", 84), ("train-sharded-lab-40", 24), ("train-thc", 190),
     ("train-validation", 12), ("adapt-layers", 8), ("planner", 26), ("ablation", 12),
@@ -107,11 +106,6 @@ class Page(html.parser.HTMLParser):
             self.cells[-1] = f"{self.cells[-1]} {told}".strip()
         else:
             self.cells.append(told)
-
-
-def stored(name: str, count: int) -> list[dict[str, object]]:
-    with (RESULTS / f"{name}.jsonl").open() as lines:
-        return [json.loads(line) for line in itertools.islice(lines, count)]
 
 
 def test_pages_say_what_they_said(pytestconfig: pytest.Config) -> None:
