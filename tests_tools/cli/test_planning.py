@@ -156,14 +156,22 @@ def it_is_attached(rank: int, path: str) -> None:
         refuses(said, partial(gw.attach, DDP(network(*widths)), plan=path))
 
 
+def they_are_attached(rank: int, *paths: str) -> None:
+    for path in paths:
+        it_is_attached(rank, path)
+
+
 @pytest.mark.multiprocess
-def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_path: Path) -> None:
-    path = str(tmp_path / "plan.json")
-    given = ["--net", "10mbit,5ms", "--ranks", "2", "--curves", str(file), "--backward", "0.01"]
-    found = rows_of("plan", "--shapes", str(shapes), *given, "--save", path)
+def test_plans_for_a_given_network_and_for_that_of_torchrun_are_attached(
+    shapes: Path, file: Path, tmp_path: Path
+) -> None:
+    given, torchrun, rows = (str(tmp_path / name) for name in ("given", "torchrun", "rows"))
+    words = ["plan", "--shapes", str(shapes), "--curves", str(file), "--save"]
+    network = ["--net", "10mbit,5ms", "--ranks", "2", "--backward", "0.01"]
+    found = rows_of(*words, given, *network)
     best = min((row for row in found if row["part"] == "setting"), key=lambda row: row["seconds"])
     assert best["method"] == "qsgd"
-    saved = PlanFile.read(path)
+    saved = PlanFile.read(given)
     assert saved.planned == {
         **{key: best[key] for key in ("algorithm", "segments", "coordinated", "coalesce_bytes")},
         "seconds": best["seconds"],
@@ -171,28 +179,19 @@ def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_pa
         "ranks": 2,
         "net": "10mbit,5ms",
     }
-    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", path).out
+    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", given).out
     least = max(best["least"], 1)
     assert {name: row["gradient"] for name, row in saved.rows.items()} == {
         name: "qsgd" if len(shape) > 1 and math.prod(shape) >= least else "none"
         for name, shape in PlanFile.read(shapes).every_shape(shapes).items()
     }
-    as_processes(2, it_is_attached, path)
-
-
-@pytest.mark.multiprocess
-def test_a_plan_for_the_network_of_torchrun_is_attached(
-    shapes: Path, file: Path, tmp_path: Path
-) -> None:
-    path, rows = tmp_path / "plan.json", tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["-m", "gradwire", "plan", "--shapes", str(shapes), "--curves", str(file)]
-    command += ["--save", str(path), "--json", str(rows)]
+    command += ["-m", "gradwire", *words, torchrun, "--json", rows]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [json.loads(line) for line in Path(rows).read_text().splitlines()]
     assert {(row["net"], row["ranks"]) for row in found} == {("as it is", 2)}
     assert done.stdout.count(found[-1]["detail"][:20]) == 1  # of one rank
-    as_processes(2, it_is_attached, str(path))
+    as_processes(2, they_are_attached, given, torchrun)
 
 
 def test_measured_links_become_a_network() -> None:

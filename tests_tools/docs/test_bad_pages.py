@@ -52,7 +52,7 @@ PAGES = [
     (rules.includes, INCLUDED.format("code", "two", "one"), ["has no 'one'"]),
     (rules.includes, INCLUDED.format("code", "one", "six"), ["has no 'six'"]),
     (rules.includes, INCLUDED.format("gone", "one", "two"), ["has no 'one'", "has no 'two'"]),
-    (rules.paths, '"""docs/internals/architecture.md and docs/nowhere.md."""\n', ["docs/nowhere.md"]),
+    (rules.paths, '"""docs/how-to/ddp.md and docs/nowhere.md."""\n', ["docs/nowhere.md"]),
     (rules.commands, "```\ngradwire bench kernels \\\n    --nothing\n```\n", ["--nothing"]),
     (rules.commands, "and `gradwire bench\nkernels --no`", ["--no"]),
     # A command in another section does not count, nor does a file that is not there.
@@ -102,25 +102,6 @@ def test_what_is_a_figure() -> None:
         ("```\n3 ms\n```", []),
     ):
         assert Page(Path(), text).figures == found
-
-
-@pytest.mark.multiprocess
-def test_blocks_continue_on_two_ranks() -> None:
-    text = (
-        "```python helper.py\nfound = 3\n```\n"
-        # gloo's mesh may still connect on one rank when the other has it: hence the barrier
-        "```python\nimport torch.distributed as dist\n\n"
-        "dist.init_process_group('gloo')\ndist.barrier()\n```\n"
-        "```python ranks=1\nalone = True\n```\n"
-        "```python\nfrom helper import found\n\nrank = found * dist.get_rank()\n```\n"
-        "```python new\nrank = 7\n```\n"
-    )
-    (said,) = blocks.run([Page(Path("page.md"), text)], names)
-    assert said == [[(0, True), (7, False)], [(3, False), (7, False)]]
-
-
-def names(rank: int, found: dict[str, object]) -> tuple[object, bool]:
-    return found["rank"], "alone" in found
 
 
 def test_blocks_that_fail_are_told_with_page_and_line(

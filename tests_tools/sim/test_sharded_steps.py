@@ -20,7 +20,7 @@ from gradwire_tools.sim import Curves, Net, models
 from gradwire_tools.sim.models import Shapes
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
-from gradwire_tools.sim.training import Compute, Start, Times, Waits, order
+from gradwire_tools.sim.training import Times, order
 from machines import FREE, GBIT, USUAL, priced
 from rooms.collectives import Capabilities, compile
 from rooms.engine import Topology
@@ -165,41 +165,40 @@ def test_a_slower_network_hardly_slows_quantised_steps() -> None:
     assert slower["qsdp:w=8:g=8"] < slower["qsdp:w=8:g=8:keep=none"] < 1.5
 
 
-def jobs_of(waits: Waits, backward: str = "gather", blocks: int = 3) -> tuple[str, str]:
-    """(jobs as lane and group, actions) of a step of equal blocks."""
-    times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * blocks + [Times(0.0, 0.0)]
-    jobs, actions = order(times, backward, waits)
+def jobs_of(backward: str = "gather", **waits: bool) -> tuple[str, str]:
+    """(jobs as lane and group, actions) of a step of three equal blocks."""
+    times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * 3 + [Times(0.0, 0.0)]
+    jobs, actions = order(times, backward, **waits)
     names = [f"{job.lane[0]}{job.group}" for job in jobs]
-    told = []
-    for action in actions:
-        if isinstance(action, Compute):
-            told.append(f"{action.seconds:g}")
-        else:
-            told.append(("+" if isinstance(action, Start) else "?") + names[action.job])
+    marks = {"start": "+", "wait": "?"}
+    told = [
+        f"{one.seconds:g}" if one.do == "compute" else marks[one.do] + names[one.job]
+        for one in actions
+    ]
     return " ".join(names), " ".join(told)
 
 
 FORWARD = "+g3 ?g3 0 +g0 ?g0 1 +g1 ?g1 1 +g2 ?g2 1"
-ORDERS = [
-    (Waits(), "+g3 +g0 ?g3 +g1 0 ?g0 +g2 1 ?g1 1 ?g2 1",
+ORDERS: list[tuple[dict[str, bool], str, str]] = [
+    ({}, "+g3 +g0 ?g3 +g1 0 ?g0 +g2 1 ?g1 1 ?g2 1",
      "+g2 ?g2 +g1 2 +r2 ?g1 +g0 2 ?r2 +r1 ?g0 2 ?r1 +r0 0 ?r0 +r3 ?r3"),
     # On a CPU the host waits.
-    (Waits(blocking=True), FORWARD,
+    ({"blocking": True}, FORWARD,
      "+g2 ?g2 +g1 2 +r2 ?r2 ?g1 +g0 2 +r1 ?r1 ?g0 2 +r0 ?r0 0 +r3 ?r3 ?r3"),
-    (Waits(blocking=True, prefetches=False), FORWARD,
+    ({"blocking": True, "prefetches": False}, FORWARD,
      "+g2 ?g2 2 +r2 ?r2 +g1 ?g1 2 +r1 ?r1 +g0 ?g0 2 +r0 ?r0 0 +r3 ?r3 ?r3"),
 ]  # fmt: skip
 
 
 def test_the_order_is_fsdp2s() -> None:
     for waits, forward, backward in ORDERS:
-        assert jobs_of(waits)[1] == f"{forward} {backward}"
-    assert jobs_of(Waits())[0] == "g3 g0 g1 g2 g2 g1 g0 r2 r1 r0 r3"
+        assert jobs_of(**waits)[1] == f"{forward} {backward}"
+    assert jobs_of()[0] == "g3 g0 g1 g2 g2 g1 g0 r2 r1 r0 r3"
     # What is kept is not gathered again.
-    names, told = jobs_of(Waits(), "decode")
+    names, told = jobs_of("decode")
     assert names == "g3 g0 g1 g2 r2 r1 r0 r3"
     assert told.split().count("2.25") == 3  # decoded, then computed
-    assert jobs_of(Waits(), "")[1].split().count("2") == 3
+    assert jobs_of("")[1].split().count("2") == 3
 
 
 def test_kernels_take_time() -> None:
