@@ -56,7 +56,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "flexible":       (  550,  5,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
     "__init__":       (  181,  0,  0, "..flexible"),
-    "tools/sim":      ( 2923, 40,  0, "..__init__"),
+    "tools/sim":      ( 2902, 37,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
     "tools/bench":    ( 8467, 49,  0, "..__init__ tools/sim tools/lab"),
     "tools/predict":  (  678,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),

@@ -126,24 +126,6 @@ def test_progress_without_a_terminal_is_a_line_at_once_and_every_two_seconds(
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
-
-    def rows() -> Iterator[dict[str, Any]]:
-        progress("turns", 0, 2)
-        progress("turns", 1, 2)
-        yield {"a": 1}
-
-    with open(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        reading = read_in_a_thread(ours)
-        with output("-") as out:
-            out.measured(rows(), ["a"])
-    shown = reading()
-    assert "━".encode() in shown
-    assert b": 0 of " not in shown
-
-
-def read_in_a_thread(ours: int) -> Any:
-    """Begin to read what the other end of a pty writes; call what is returned for all of it."""
     shown: list[bytes] = []
 
     def read() -> None:
@@ -153,14 +135,20 @@ def read_in_a_thread(ours: int) -> Any:
         except OSError:  # the other end is closed
             os.close(ours)
 
+    def rows() -> Iterator[dict[str, Any]]:
+        progress("turns", 0, 2)
+        progress("turns", 1, 2)
+        yield {"a": 1}
+
     reader = threading.Thread(target=read)
-    reader.start()
-
-    def all_of_it() -> bytes:
-        reader.join(60)
-        return b"".join(shown)
-
-    return all_of_it
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        reader.start()
+        with output("-") as out:
+            out.measured(rows(), ["a"])
+    reader.join(60)
+    assert "━".encode() in b"".join(shown)
+    assert b": 0 of " not in b"".join(shown)
 
 
 LONG = [
@@ -176,8 +164,8 @@ LONG = [
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("command", LONG)
-def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) -> None:
-    """Rows alone on standard output; on standard error lines, or a bar on a terminal."""
+def test_long_commands_have_progress(command: list[str], tmp_path: Path) -> None:
+    """Rows alone on standard output; progress on standard error, as lines or bars (above)."""
     plain = subprocess.run(
         [*GRADWIRE, *command, "--json", "-"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
@@ -187,14 +175,3 @@ def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) ->
     assert ": 0 of " in plain.stderr
     assert "1 methods" not in plain.stderr
     assert "\x1b[" not in plain.stderr
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*GRADWIRE, *command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs,
-        env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
-    reading = read_in_a_thread(ours)
-    os.close(theirs)
-    assert process.wait(240) == 0, reading()
-    shown = reading()
-    assert "━".encode() in shown
-    assert b": 0 of " not in shown

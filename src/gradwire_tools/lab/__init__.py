@@ -4,8 +4,8 @@
     codes = launch(["python", "train.py"], nodes=4, net=Network.parse("1gbit,1ms"))
 
 Read in this order: `network` and `schedule` (what is emulated), `links` (how), `supervisor` (the
-process that owns it), `client` (the API), `run` (a command on every node). docs/laboratory/lab.md is
-the user's page.
+process that owns it), `client` (the API), `run` (a command on every node). The user's page is
+docs/laboratory/lab.md.
 """
 
 from gradwire_tools.lab.client import Lab, NodeProcess, available

@@ -25,7 +25,7 @@ from gradwire_tools.sim.clock import Thread
 from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
 
 
-class Action(NamedTuple):
+class StepAction(NamedTuple):
     """What the training thread does: "compute" for as many seconds; "start" a collective, or "wait"
     for its result."""
 
@@ -70,7 +70,7 @@ def order(
     backward_gather: str,
     blocking: bool = False,
     prefetches: bool = True,
-) -> tuple[list[StepCollective], list[Action]]:
+) -> tuple[list[StepCollective], list[StepAction]]:
     """The collectives of a step, and what the training thread does.
 
     Args:
@@ -82,7 +82,7 @@ def order(
         prefetches: whether gathers of backward are started ahead, if `blocking`.
     """
     jobs: list[StepCollective] = []
-    actions: list[Action] = []
+    actions: list[StepAction] = []
     present = [(number, of) for number, of in enumerate(groups) if of is not None]
     last = [one for one in present if one[0] == len(groups) - 1]
     blocks = present[: len(present) - len(last)]
@@ -96,17 +96,17 @@ def order(
         """Compute one group after the other; those beyond `gathers` have their weights."""
 
         def start(at: int) -> None:
-            actions.extend(Action("start", gather) for gather in gathers[at : at + 1])
+            actions.extend(StepAction("start", gather) for gather in gathers[at : at + 1])
 
         for at in range(ahead):
             start(at)
         for at, time in enumerate(seconds):
             if not ahead:
                 start(at)
-            actions.extend(Action("wait", gather) for gather in gathers[at : at + 1])
+            actions.extend(StepAction("wait", gather) for gather in gathers[at : at + 1])
             if ahead:
                 start(at + ahead)
-            actions.append(Action("compute", seconds=time))
+            actions.append(StepAction("compute", seconds=time))
             yield
 
     forward, backward = last + blocks, blocks[::-1] + last
@@ -119,10 +119,10 @@ def order(
     seconds = [of.backward + (of.decode if decodes else 0.0) for _, of in blocks[::-1]]
     seconds += [of.backward for _, of in last]
     ahead = 1 if prefetches or not blocking else 0
-    before: list[Action] = []
+    before: list[StepAction] = []
     for _, one in zip(walk(gathers, seconds, ahead), backward, strict=True):
         reduce = job("reduce", *one)
-        start, wait = Action("start", reduce), Action("wait", reduce)
+        start, wait = StepAction("start", reduce), StepAction("wait", reduce)
         actions += [start, wait] if blocking else [*before, start]
         before = [wait]
     return jobs, actions + before
@@ -145,7 +145,7 @@ class TrainingThread:
         rank: SimulatedRank,
         jobs: Sequence[StepCollective],
         graphs: Sequence[TimedGraph],
-        actions: Sequence[Action],
+        actions: Sequence[StepAction],
     ) -> None:
         self.ended: float | None = None
         self.kernel_seconds = 0.0
