@@ -87,20 +87,21 @@ def sharded_rows(mixed: float = 0.4, **given: Any) -> list[dict[str, Any]]:
 
 def _mixed(row: dict[str, Any], step: float) -> dict[str, Any]:
     """A row of fsdp-bf16 as fsdp-mixed's, which takes `step` seconds per step."""
-    scale = step / 0.5
-    times = {
-        key: None if row[key] is None else row[key] * scale
-        for key in ("seconds", "step_seconds", "time_to_target")
-        if key in row
-    }
-    lists = {
-        key: row[key] and [None if one is None else one * scale for one in row[key]]
-        for key in ("step_seconds_quartiles", "time_to_target_by_seed")
-        if key in row
-    }
     sent = {"wire_bytes": 2_000_000_000, "weights_wire_bytes": 1_600_000_000}
     kinds = {**sent, "gradients_wire_bytes": 400_000_000}
-    return {**row, **times, **lists, **kinds, "method": "fsdp-mixed"}
+    return {**scaled(row, step / 0.5), **kinds, "method": "fsdp-mixed"}
+
+
+def scaled(row: dict[str, Any], scale: float) -> dict[str, Any]:
+    """A row of `bench train` with times that are as many times as long."""
+    found = dict(row)
+    for key in ("seconds", "step_seconds", "time_to_target"):
+        if row.get(key) is not None:
+            found[key] = row[key] * scale
+    for key in ("step_seconds_quartiles", "time_to_target_by_seed"):
+        if row.get(key):
+            found[key] = [None if one is None else one * scale for one in row[key]]
+    return found
 
 
 TRIED = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from matplotlib.colors import to_rgb
-from report_rows import METHODS, RUN, sharded_rows, train_rows
+from report_rows import METHODS, RUN, scaled, sharded_rows, train_rows
 
 from gradwire_tools.bench.train.view import table
 from gradwire_tools.report import draw, learning, page
@@ -169,13 +169,7 @@ def of_run(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
 def test_each_run_has_its_own_section_and_map() -> None:
     """Two runs on the same networks: a method is compared within its run."""
     for field in ("command", "commit", "date"):
-        other = of_run(networks(), **{field: "another"})
-        for row in other:
-            for key in ("seconds", "time_to_target"):
-                if row.get(key) is not None:
-                    row[key] *= 2
-            if "time_to_target_by_seed" in row:
-                row["time_to_target_by_seed"] = [2 * t for t in row["time_to_target_by_seed"]]
+        other = [scaled(row, 2) for row in of_run(networks(), **{field: "another"})]
         made = page.sections([*networks(), *other])
         answers = [a for section in made for q in section.questions for a in q.answers]
         of_half = [a for a in answers if a.startswith(f"{FP16} ")]
