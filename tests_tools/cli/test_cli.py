@@ -80,7 +80,7 @@ def test_codec_list_has_a_row_for_each(tmp_path: Path) -> None:
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
 
 
-def test_codec_show_fits_on_a_screen() -> None:
+def test_codec_show_fits_on_a_screen_and_prints_stages() -> None:
     for name in [*codecs.REGISTRY, *registry.REGISTRY]:
         lines = run("codec", "show", name).out.splitlines()
         assert len(lines) <= 24, name
@@ -97,6 +97,12 @@ def test_codec_show_fits_on_a_screen() -> None:
     shown = run("codec", "show", "powersgd:rank=2").out
     assert "bits per value: 0.125 of " in shown
     assert "bias: biased, and so always with error feedback\npaper: THESIS 2.2.3, UTIL" in shown
+    # The stages of its compilation.
+    shown = run("codec", "show", "qsgd:bits=2", "--ir").out
+    assert "reduce[min]" in shown
+    assert "uint2" in shown
+    assert "int encode(" not in shown
+    assert "int encode(" in run("codec", "show", "qsgd:bits=2", "--c").out
 
 
 def test_codec_cache_clears_what_was_compiled(
@@ -117,14 +123,6 @@ def test_codec_cache_clears_what_was_compiled(
     assert {*kept} == {path for path in tmp_path.rglob("*") if path.is_file()}
     assert library.answer() == 42
     assert rows_of("codec", "cache")[0]["files"] == 0
-
-
-def test_codec_show_prints_stages() -> None:
-    shown = run("codec", "show", "qsgd:bits=2", "--ir").out
-    assert "reduce[min]" in shown
-    assert "uint2" in shown
-    assert "int encode(" not in shown
-    assert "int encode(" in run("codec", "show", "qsgd:bits=2", "--c").out
 
 
 @pytest.mark.parametrize("module", ["gradwire", "gradwire_tools.cli"])
