@@ -1,5 +1,5 @@
-"""`bench train` without a run: methods' names, the configuration's checks, `plan`, summary rows, and
-what the terminal shows of them."""
+"""`bench train` without a run: names of methods, checks of the configuration, `plan`, summary rows,
+and what the terminal shows of them."""
 
 from __future__ import annotations
 
