@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from adaptive_model import layers, model_of
-from sharded_model import digest, owed, own_mesh, sharded
+from scenario import digest, layers, model_of, owed, own_mesh, sharded
 from test_automatic import clocked, how
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh

@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import FOUR, MATRICES, OFTEN, meshed, methods, model_of, steps, until_decided
-from sharded_model import dumped, loaded, unlike
+from scenario import (
+    FOUR,
+    MATRICES,
+    OFTEN,
+    dumped,
+    loaded,
+    meshed,
+    methods,
+    model_of,
+    steps,
+    unlike,
+    until_decided,
+)
 
 import gradwire as gw
 from gradwire.controllers import Policy

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from adaptive_model import FOUR, held, methods, model_of, steps, until_decided
-from sharded_model import digest, dumped, loaded
+from scenario import FOUR, digest, dumped, held, loaded, methods, model_of, steps, until_decided
 
 import gradwire as gw
 from gradwire.controllers import Budget, Layer, Policy

@@ -312,21 +312,3 @@ def test_groups_of_some_ranks(rank: int) -> None:
     for group, _ in made:
         dist.destroy_process_group(group) if isinstance(group, dist.ProcessGroup) else None
     dist.barrier()
-
-
-def test_each_spelling_is_for_its_devices(rank: int) -> None:
-    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    dist.barrier()  # gloo fails on a rank that still connects to one that has left
-    dist.destroy_process_group()
-    for name in ("cpu:gradwire", "cpu:gradwire,cuda:gradwire", "GRADWIRE"):
-        own = dist.PrefixStore(name, store)
-        dist.init_process_group(name, rank=rank, world_size=size, store=own)
-        group = dist.group.WORLD
-        assert group is not None
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [2.0] * 3
-        assert group.name() == "gradwire"
-        assert "cpu" in [device.type for device in group._device_types]
-        dist.barrier()
-        dist.destroy_process_group()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import unlike
+from scenario import unlike
 from torch import nn
 
 import gradwire as gw

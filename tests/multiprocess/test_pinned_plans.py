@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sharded_model import backward, own_mesh, sharded
+from scenario import backward, own_mesh, sharded
 from torch import nn
 
 import gradwire as gw

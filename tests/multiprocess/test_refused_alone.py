@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_model import by_layer
+from scenario import by_layer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

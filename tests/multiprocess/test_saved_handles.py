@@ -31,7 +31,7 @@ from saved_jobs import (
     references,
     residuals,
 )
-from sharded_model import gathered, owed, unlike
+from scenario import gathered, owed, unlike
 
 import gradwire as gw
 from ranks import as_processes, raises

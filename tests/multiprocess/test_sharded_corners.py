@@ -1,5 +1,5 @@
-"""FSDP2 modules: exceptions in backward, reductions outside autograd, several meshes, and the
-checkpoints of torch."""
+"""FSDP2 modules: exceptions in backward, reductions outside autograd, several meshes, groups of
+several modules, and the checkpoints of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_model import by_layer, replicated, sharded
+from scenario import by_layer, replicated, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,17 +22,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ranks import caught, on, refuses
-from training import Acts, alike, batch, nothing
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+from training import Acts, alike, batch, mlp, nothing, whole
 
 
 def test_dcp_takes_checkpoints_not_handles(rank: int, tmp_path: Path) -> None:
     for handle in (gw.attach(sharded()), gw.attach(DDP(nn.Linear(8, 8)))):
-        for whole in (handle, Wrapped(handle)):
-            save = partial(dcp.save, {"gradwire": whole}, checkpoint_id=tmp_path)
+        for saved in (handle, Wrapped(handle)):
+            save = partial(dcp.save, {"gradwire": saved}, checkpoint_id=tmp_path)
             refuses("handle.checkpoint()", save)
         state = handle.state_dict()
         given = {**state}, copy.deepcopy(state), state["aggregators"]
@@ -105,7 +101,8 @@ def test_training_goes_on_after_an_exception(rank: int) -> None:
                 loss(one, seed).backward()
         assert handle.stats()["steps"] == 3
         assert alike(handle.state_dict()["steps"])
-        for found, expected in zip(gradients(model), gradients(exact), strict=True):
+        for ours, torchs in zip(model.parameters(), exact.parameters(), strict=True):
+            found, expected = whole(ours.grad), whole(torchs.grad)
             assert (found - expected).norm() < 0.5 * expected.norm()
         handle.detach()
         refuses("was detached", handle.recover)
@@ -198,6 +195,51 @@ def test_errors_have_ranks_of_the_job(rank: int) -> None:
         assert "see what rank 3 raised" in str(error)
     dist.barrier()
     handle.detach()
+
+
+def test_a_backward_without_sync_may_raise(rank: int) -> None:
+    """It reduces nothing, so peers do not notice."""
+    model = by_layer(Acts())
+    if not hasattr(model, "reset_iter_state"):
+        return  # before torch 2.13 FSDP2 does not go on after an exception
+    handle = gw.attach(model, **OPTIONS)
+    model.set_requires_gradient_sync(False)
+    assert isinstance(caught(loss(model, 0, rank == 1).backward), (ValueError, type(None)))
+    model.set_requires_gradient_sync(True)
+    model.reset_iter_state()
+    loss(model, 0).backward()
+    handle.detach()
+
+
+def test_groups_of_several_modules_and_padding(rank: int) -> None:
+    """`fully_shard([a, b])` has one group of parameters: detached once, it is free."""
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    model = mlp(20, 8, 3)
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    seen: list[torch.Tensor] = []
+    model[0].set_all_reduce_hook(lambda values: seen.append(values.clone()))
+    handle = gw.attach(model, "identity")
+    assert len(handle.plan.parameters) == 4
+    for calls in (1, 1):
+        model(batch(0)).square().sum().backward()
+        assert handle.stats()["calls"] == calls
+        handle.detach()
+    torch.use_deterministic_algorithms(False)
+    gw.attach(model).detach()
+    assert seen[0].isfinite().all()
+    # 4 rows of 20 and 4 values; of 3 rows of 8, and of 3 values, rank 1 has one less.
+    assert rank == 0 or not seen[0][[*range(84 + 8, 84 + 16), -1]].any()
+
+
+def test_algorithms_change_by_name(rank: int) -> None:
+    model = DDP(mlp(20, 8))
+    options = gw.Options(algorithm="hierarchical", nodes=(0, 1))
+    handle = gw.attach(model, "qsgd", options=options)
+    handle.update(algorithm="ring").wait(60)
+    for step in range(4):
+        model(batch(step)).square().sum().backward()
+    assert handle.plan.options.algorithm == "ring"
 
 
 class Spare(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_model import (
+from scenario import (
     batch,
     exact,
     gathered,

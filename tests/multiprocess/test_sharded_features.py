@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, batch, own_mesh, replicated
+from scenario import Model, batch, own_mesh, replicated
 from torch import nn
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sharded_model import (
+from scenario import (
     exact,
     gathered,
     own_mesh,

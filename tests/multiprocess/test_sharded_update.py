@@ -8,12 +8,12 @@ import threading
 from typing import Any
 
 import torch
-from adaptive_model import held
-from sharded_model import (
+from scenario import (
     assert_as_asked,
     backward,
     batch,
     by_layer,
+    held,
     own_mesh,
     replicas_of_shards,
     sharded,

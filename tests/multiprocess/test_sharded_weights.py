@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import (
+from scenario import (
     ALL,
     batch,
     by_layer,
