@@ -111,11 +111,10 @@ def replicas_of_shards(replicas: int, **how: Any) -> Any:
     return sharded(**how, **({"mesh": replicated(replicas)} if replicas > 1 else {}))
 
 
-def model_of(kind: str, group: Any = None) -> Any:
-    """Layers under "ddp" or "fsdp2", in a group of their own unless given; or "hsdp", in two
-    replicas."""
+def model_of(kind: str, group: Any = None, replicas: int = 2) -> Any:
+    """Layers under "ddp" or "fsdp2", in a group of their own unless given; or under "hsdp"."""
     if kind == "hsdp":
-        return fully_shard(layers(), mesh=replicated(2))
+        return fully_shard(layers(), mesh=replicated(replicas))
     group = group or dist.new_group()
     if kind == "fsdp2":
         return fully_shard(layers(), mesh=DeviceMesh.from_group(group, "cpu"))

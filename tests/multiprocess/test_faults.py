@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from scenario import FOUR, methods, model_of, steps
+from scenario import FOUR, methods, model_of, passes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -176,7 +176,7 @@ def decides(group: Any, fails: Failing, kind: str, where: type, method: str) -> 
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(where, method, fails_there)
         try:
-            steps(model, 0, 1_000_000)
+            passes(model, 0, 1_000_000)
         finally:
             assert methods(handle) == uniform
             assert handle.plan.version == 0
