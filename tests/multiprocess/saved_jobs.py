@@ -212,6 +212,9 @@ class Job:
         said = [str(one.message) for one in warned]
         if way == "rank 0" and self.handle.world_size == 3 and self.kind != "automatic":
             assert any("residuals start at zero" in one for one in said), (self.kind, said)
+        if drops and way != "rank 0":
+            assert any("are dropped" in one for one in said), (self.kind, way, said)
+            assert not self.handle.state_dict()["aggregators"]
         assert_loaded(self, full, drops or way == "rank 0")
 
     def _load(self, way: str, folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -317,17 +316,6 @@ def added(total: dict[str, torch.Tensor], gradients: Gradients, times: float = 1
 
 
 # ---- states
-
-
-def dumped(state: Any) -> bytes:
-    """A copy: a tensor shared by a process does not outlive it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def loaded(state: bytes) -> Any:
-    return torch.load(io.BytesIO(state))
 
 
 def owed(full: Any) -> dict[str, torch.Tensor]:

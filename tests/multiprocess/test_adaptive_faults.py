@@ -8,6 +8,7 @@ has begun some more passes, or until the test lets it go on.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from scenario import FOUR, digest, dumped, held, loaded, model_of, passes, until_decided
+from scenario import FOUR, digest, held, model_of, passes, until_decided
 
 import gradwire as gw
 from gradwire.controllers import Budget, Layer, Policy
@@ -116,7 +117,7 @@ def test_ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> N
                     handle._reductions.runner.wait()
             if step == count // 2:  # resumed, each rank from its own state, while others decide
                 with lag.released():
-                    state = loaded(dumped(handle.state_dict()))
+                    state = copy.deepcopy(handle.state_dict())
                     handle.detach()
                     handle = gw.attach(model, codec, **how)
                     handle.load_state_dict(state)
@@ -181,7 +182,7 @@ def test_a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, mom
         elif moment == "prepares":
             handle._reductions.runner.wait()
         everywhere("there")
-        state = loaded(dumped(handle.state_dict()))
+        state = copy.deepcopy(handle.state_dict())
         goes_on.set()
         assert alike(state["parameters"])
         handle.detach()

@@ -9,6 +9,7 @@ from scenario import (
     exact,
     gathered,
     own_mesh,
+    prepared,
     replicated,
     sgd,
     sharded,
@@ -42,10 +43,18 @@ def errors(model: Any) -> dict[str, float]:
     return {name: error for name, error in found.items() if wanted[name].dim() > 1}
 
 
-@on(2, "none")
+def codecs(handle: Any) -> list[Any]:
+    """Of weights."""
+    gathers = handle._reductions.weights._gathers
+    return [w.codec for gather in gathers for w in gather.weights if w.codec]
+
+
+@on((2, 4), "none")
 @on((2, 3, 5), "none", "payload", "reference", exhaustive=True)
 def test_levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
-    model, handle, optimizer = made(keep=keep)
+    """Four are two replicas of shards."""
+    replicas = {"mesh": replicated(2)} if len(everywhere(rank)) == 4 else {}
+    model, handle, optimizer = made(keep=keep, **replicas)
     losses = steps(model, optimizer, 0, 3)
     shapes = [p.to_local().shape for p in model.parameters()]
     even = errors(model)
@@ -64,27 +73,9 @@ def test_levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None
     assert min(losses[3:]) < 0.5 * losses[0], losses
     assert not unlike(gathered(model))
     assert [p.to_local().shape for p in model.parameters()] == shapes
-    codecs = {
-        c
-        for gather in handle._reductions.weights._gathers
-        for w in gather.weights
-        if (c := w.codec)
-    }
-    assert any(codec.levels == found.weights["second.weight"] for codec in codecs)
+    assert any(codec.levels == found.weights["second.weight"] for codec in codecs(handle))
     member = handle._members["second.weight"].aggregator
     assert member.codec.levels == found.gradients["second.weight"]
-
-
-@on(4)
-def test_replicas_learn_the_same_levels(rank: int) -> None:
-    model, handle, optimizer = made(mesh=replicated(2))
-    steps(model, optimizer, 0, 1)
-    learned(handle)
-    steps(model, optimizer, 1, 2)
-    assert handle.plan.levels.weights
-    assert handle.plan.levels.gradients
-    assert alike(handle.plan.levels.state())
-    assert not unlike(gathered(model))
 
 
 @on(2, "none")
@@ -95,14 +86,9 @@ def test_codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     learned(handle)
     known = handle.plan.levels
 
-    def codecs() -> list[Any]:
-        return [w.codec for g in handle._reductions.weights._gathers for w in g.weights if w.codec]
-
     def adopted(**changes: Any) -> int:
         """Bytes of a step's weights once an update is in force."""
-        update = handle.update(**changes)
-        update.wait(60)
-        everywhere("prepared")
+        update = prepared(handle, **changes)
         steps(model, optimizer, 20, 22)
         assert update.in_force
         steps(model, optimizer, 22, 23)
@@ -115,13 +101,13 @@ def test_codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     three = adopted(exclude=["first.*"])
     assert handle.plan.levels == known
     five = adopted(weights={"*.weight": "learnedlevels:bits=5:block=128"})
-    assert {codec.bits for codec in codecs()} == {5}
-    assert {codec.levels for codec in codecs()} == {None}
+    assert {codec.bits for codec in codecs(handle)} == {5}
+    assert {codec.levels for codec in codecs(handle)} == {None}
     exact = adopted(weights={"*": "identity"})
     assert three < five < exact
     back = adopted(weights=WEIGHTS)
     assert back == three
-    assert {codec.levels for codec in codecs()} >= set(known.weights.values())
+    assert {codec.levels for codec in codecs(handle)} >= set(known.weights.values())
     refuses("sends a part of the values", lambda: handle.update(weights="topk:density=0.1"))
 
 

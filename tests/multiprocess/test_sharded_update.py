@@ -15,6 +15,7 @@ from scenario import (
     by_layer,
     held,
     own_mesh,
+    prepared,
     replicas_of_shards,
     sharded,
 )
@@ -41,10 +42,10 @@ def test_all_ranks_switch_at_the_same_pass(rank: int, replicas: int, changes: in
     once the last rank has prepared it."""
     plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
     handle = gw.attach(ours, bits=8, error_feedback=True)
-    prepared, goes_on = threading.Event(), threading.Event()
+    ready, goes_on = threading.Event(), threading.Event()
 
     def waits() -> None:
-        prepared.set()
+        ready.set()
         assert goes_on.wait(60)
 
     ranks, numbers = len(everywhere(rank)), itertools.count()
@@ -65,7 +66,7 @@ def test_all_ranks_switch_at_the_same_pass(rank: int, replicas: int, changes: in
             passes(rank)
             update = handle.update(**change)
             passes(ranks - 1 - rank)  # as many on all ranks
-            assert prepared.wait(60)
+            assert ready.wait(60)
             late = rank == number % ranks
             if not late:
                 goes_on.set()
@@ -76,7 +77,7 @@ def test_all_ranks_switch_at_the_same_pass(rank: int, replicas: int, changes: in
             goes_on.set()
             update.wait(60)
             everywhere("prepared")
-            prepared.clear()
+            ready.clear()
             goes_on.clear()
             passes(2)
             assert seen[-1] == (number + 1, codec)
@@ -120,8 +121,7 @@ def test_an_exception_as_a_plan_is_adopted(rank: int) -> None:
     model = sharded(reshard_after_forward=False, mesh=own_mesh())
     handle = gw.attach(model, bits=8, error_feedback=True)
     backward(model, 0)
-    handle.update(bits=4).wait(60)
-    everywhere("prepared")
+    prepared(handle, bits=4)
     backward(model, 1)
 
     def fails() -> None:
@@ -146,7 +146,6 @@ def test_a_group_that_is_frozen_tells_nothing(rank: int) -> None:
     for step in range(6):
         if step == 2:
             model[0].requires_grad_(False)
-            handle.update(bits=4).wait(60)
-            everywhere("prepared")
+            prepared(handle, bits=4)
         model(batch(step)).square().mean().backward()
     assert handle.plan.version == 1
