@@ -224,8 +224,9 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the whole weights, as a forward gathers them."""
     found, names = {}, {p: name for name, p in model.named_parameters()}
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            of_group = module._get_fsdp_state()._fsdp_param_group.fsdp_params
+        group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
+        if group:  # has parameters of its own
+            of_group = group.fsdp_params
             named = [names[p.sharded_param] for p in of_group]
             module.unshard()
             for name, p in zip(named, of_group, strict=True):

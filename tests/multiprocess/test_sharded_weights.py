@@ -233,24 +233,18 @@ def test_frozen_weights_are_sent_once(rank: int, keep: str) -> None:
             optimizer.step()
         sizes.append(handle.stats()["weights_wire_bytes"] - before)
 
-    def whole() -> torch.Tensor:
-        model[0].unshard()
-        found: torch.Tensor = model[0].weight.detach().clone()
-        model[0].reshard()
-        return found
-
     for trains in (True, True, True, False, False):
         step(trains)
     payload = 64 * 512 // dist.get_world_size()
     assert sizes[0] > payload > max(sizes[1:])
     assert handle.stats()["weights_frozen_values"] == 64 * 512 + 512
-    before = whole()
+    before = gathered(model)["0.weight"]
     if rank == 0:
         model[0].weight.to_local().data.add_(1.0)
     step()
     step()
     assert sizes[-2] > payload > sizes[-1]
-    after = whole()
+    after = gathered(model)["0.weight"]
     assert not unlike({"frozen": after})
     rows = after - before
     assert 0.9 < rows[:256].mean() < 1.1
@@ -310,15 +304,6 @@ class Masked(nn.Module):
         return x + (torch.softmax(self.mask, -1) * self.table).sum()
 
 
-def decoded(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole mask and table, as a forward gathers them."""
-    module.unshard()
-    found = module.mask.detach().clone(), module.table.detach().clone()
-    module.reshard()
-    assert not unlike(dict(zip(("mask", "table"), found, strict=True)))
-    return found
-
-
 @on(2, *KEEP)
 def test_a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
     for low in (-torch.inf, LEAST, -1e4):
@@ -334,11 +319,12 @@ def test_a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
                 assert torch.isfinite(loss)
                 loss.backward()
                 optimizer.step()
-                exact = model.table.full_tensor().detach()
-                whole, table = decoded(model)
-                assert low == -1e4 or torch.equal(whole, mask), (low, step)
-                assert not torch.equal(table, exact), "others stay compressed"
-                torch.testing.assert_close(table, exact, rtol=0, atol=0.05)
+                table = exact(model)["table"]
+                found = gathered(model)
+                assert not unlike(found)
+                assert low == -1e4 or torch.equal(found["mask"], mask), (low, step)
+                assert not torch.equal(found["table"], table), "others stay compressed"
+                torch.testing.assert_close(found["table"], table, rtol=0, atol=0.05)
         # Of what does not change, differences are zero.
         unfit = low == -torch.inf or (low == LEAST and keep != "reference")
         said = [str(one.message) for one in warned if "uncompressed" in str(one.message)]
@@ -361,8 +347,9 @@ def test_values_that_no_codec_holds_may_come_later(rank: int, keep: str) -> None
     def runs() -> None:
         for _ in range(2):
             model(torch.ones(1)).sum().backward()
-        for module in model:
-            assert torch.equal(decoded(module)[0], module.mask.full_tensor())
+        found, wanted = gathered(model), exact(model)
+        assert not unlike(found)
+        assert all(torch.equal(found[f"{n}.mask"], wanted[f"{n}.mask"]) for n in range(3))
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
