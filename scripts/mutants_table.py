@@ -550,7 +550,7 @@ MUTANTS = (
         "gradwire/handles/scatter.py",
         'weights[rank] = (ranks if reduction == "avg" else 1) / factor',
         "weights[rank] = 1.0",
-        ("tests/multiprocess/test_sharded_replicas.py",),
+        ("tests/multiprocess/test_sharded.py",),
     ),
     # Policies and the planner.
     Mutant(

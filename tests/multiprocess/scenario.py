@@ -309,11 +309,11 @@ def assert_as_asked(
             torch.testing.assert_close(found[name], gradient, rtol=close[0], atol=close[1])
 
 
-def added(total: dict[str, torch.Tensor], gradients: Gradients, times: float = 1.0) -> None:
+def added(total: dict[str, torch.Tensor], gradients: Gradients) -> None:
     """Add gradients to those of other steps."""
     for name, gradient in gradients.items():
         if gradient is not None:
-            total[name] = total.get(name, 0.0) + gradient.double() * times
+            total[name] = total.get(name, 0.0) + gradient.double()
 
 
 # ---- states

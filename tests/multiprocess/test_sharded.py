@@ -20,13 +20,13 @@ from scenario import (
     replicas_of_shards,
     sharded,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire as gw
 from gradwire.collectives import Item, ScopeProgram
 from ranks import on
-from training import everywhere
+
+TRAINED = ("first", "second", "spare")
 
 # ---- memory: a step keeps no gradients, and a detached handle nothing
 
@@ -118,51 +118,40 @@ def test_accumulated_steps_are_those_of_fsdp2(
     assert dtype == torch.float64 or 0 < handle.stats()["kernel_calls"] <= 60
 
 
-@on(4)
-@on(3, exhaustive=True)
-def test_nothing_is_lost_by_two_ranks_nor_by_more_that_go_on(rank: int) -> None:
-    two = dist.new_group([0, 1])
-    before = nothing_is_lost(DeviceMesh.from_group(two, "cpu")) if rank < 2 else None
-    nothing_is_lost(own_mesh(), everywhere(before)[0])
-
-
-def nothing_is_lost(mesh: DeviceMesh, before: Any = None) -> Any:
-    """Law 2 for unsharded parameters: gradients equal averages of shards plus residuals; so do
-    those after a state was loaded, which other ranks have saved. Returns a state."""
-    rank, ranks, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-    plain, ours = sharded(mesh=mesh), sharded(mesh=mesh)
-    handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
-
-    def owed() -> dict[str, torch.Tensor]:
-        """Of this rank's shards, by all ranks."""
-        states = handle.state_dict()["aggregators"]
-        found = {}
-        for name, p in ours.named_parameters():
-            if name in states:
-                residual = states[name]["residual"].double()
-                assert residual.numel() == p.numel()  # of the unsharded parameter, without padding
-                rows = -(-p.shape[0] // ranks)
-                mine = slice(rank * rows, (rank + 1) * rows)
-                own = residual.view(p.shape)[mine].clone()
-                dist.all_reduce(residual, group=group)
-                assert residual.any()
-                found[name] = residual.view(p.shape)[mine]
-                assert sent == {} or not own.any(), "own values are sent exactly"
-        return found
-
-    sent: dict[str, torch.Tensor] = {}
-    total: dict[str, torch.Tensor] = {}
-    if before is not None:
-        handle.load_state_dict(before)
-        total = {name: residual.clone() for name, residual in owed().items()}
-    for step in range(3):
-        added(total, backward(plain, step, spare=True), ranks)
-        added(sent, backward(ours, step, spare=True), ranks)
-    left = owed()
-    assert sorted(left) == ["embedding", "first.weight", "second.weight", "spare.weight"]
-    for name, residual in left.items():
-        torch.testing.assert_close(sent[name] + residual, total[name], rtol=0, atol=1e-4)
-    return handle.full_state_dict()
+@on(2, 1)
+@on(4, 2)
+@on((3, 5), 1, exhaustive=True)
+@on(6, 2, 3, exhaustive=True)
+def test_nothing_is_lost(rank: int, replicas: int) -> None:
+    """Law 2, for unsharded parameters: residuals, of both hops, are sent once the new plan has
+    none; with two ways to average."""
+    for sums in (False, True):
+        plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
+        if sums:
+            for model in (plain, ours):
+                model.set_force_sum_reduction_for_comms(True)
+                model.set_gradient_divide_factor(3.0)
+        handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
+        total: dict[str, Any] = {}
+        sent: dict[str, Any] = {}
+        for step in range(4):
+            if step == 2:
+                kept = handle.state_dict()["aggregators"]
+                assert sorted(kept) == ["embedding", *(f"{n}.weight" for n in TRAINED)]
+                for name, p in ours.named_parameters() if replicas == 1 else ():
+                    if name in kept:
+                        residual = kept[name]["residual"].view(p.shape)  # without padding
+                        rows = -(-p.shape[0] // dist.get_world_size())
+                        assert residual.any()
+                        own = residual[rank * rows : (rank + 1) * rows]
+                        assert not own.any(), "own values are sent exactly"
+                prepared(handle, codec=None)
+            added(total, backward(plain, step, spare=True))
+            added(sent, backward(ours, step, spare=True))
+        assert handle.plan.version == 1
+        assert len(total) == 7
+        for name, expected in total.items():
+            torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
 
 
 # ---- the plan
