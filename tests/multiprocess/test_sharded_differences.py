@@ -100,30 +100,6 @@ def codec_of(name: str) -> gw.RandomShift | None:
     return gw.RandomShift(4, 1024 if name == "embedding" else BLOCK)
 
 
-def test_what_is_not_finite_does_not_last(rank: int) -> None:
-    model = sharded()
-    attached(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    gathered(model)
-    shard = model.second.weight.to_local()
-    if rank == 0:
-        with torch.no_grad():
-            shard[0, 0] = float("nan")
-    optimizer.step()
-    decoded = gathered(model)
-    assert not torch.isfinite(decoded["second.weight"]).all()
-    if rank == 0:
-        with torch.no_grad():
-            shard[0, 0] = 0.5
-    optimizer.step()
-    for name, value in gathered(model).items():
-        assert torch.isfinite(value).all(), name
-    assert torch.equal(
-        gathered(model)["second.weight"], exact(model)["second.weight"]
-    )  # sent as they are
-    assert not unlike(gathered(model))
-
-
 class Coder(nn.Module):
     """Of which a script calls parts: its root has no parameter of its own."""
 
