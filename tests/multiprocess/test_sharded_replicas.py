@@ -70,7 +70,7 @@ def test_shards_without_values_switch(rank: int) -> None:
                 model.zero_grad()
                 model(batch(step)).square().mean().backward()
             if step < 2:
-                assert_as_asked(gradients(plain), gradients(ours), (), close=(1e-6, 1e-8))
+                assert_as_asked(gradients(plain), gradients(ours), (), close=(1e-4, 1e-6))
             versions.append(handle.plan.version)
         assert versions == [0, 0, 1, 1], replicas
 
