@@ -500,7 +500,7 @@ MUTANTS = (
         "gradwire/handles/scatter.py",
         "output_tensor[piece.at + piece.lengths[rank] : piece.end].zero_()",
         "pass",
-        ("tests/multiprocess/test_corners.py",),
+        ("tests/multiprocess/test_sharded_corners.py",),
     ),
     Mutant(
         "weights_not_encoded_anew", "a forward after a step uses the weights before it",
@@ -550,7 +550,7 @@ MUTANTS = (
         "gradwire/handles/scatter.py",
         'weights[rank] = (ranks if reduction == "avg" else 1) / factor',
         "weights[rank] = 1.0",
-        ("tests/multiprocess/test_sharded_replicas.py",),
+        ("tests/multiprocess/test_sharded.py",),
     ),
     # Policies and the planner.
     Mutant(

@@ -1,23 +1,35 @@
-"""A model under FSDP2 with many kinds of parameters, for tests of `gw.attach`."""
+"""What tests of DDP and FSDP2 are made of: models, ways to wrap them, scripts, and checks.
+
+`Model` has many kinds of parameters; `layers` have gradients of other sizes, for policies.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import gradwire as gw
 from gradwire.lang import layout
+from rooms.decide import Decider
+from rooms.handles import Switch
 from training import everywhere
 
 # Codecs of weights. The tests' weights are small: patterns ask for them by name.
 ALL = {"*.weight": "randomshift:bits=8", "embedding": "randomshift:bits=8"}
+OFTEN = gw.Replan(every=6, first=4, average=2, share=1.0)
+FOUR = "qsgd:bits=4:block=1024"  # under DDP the kernels that FSDP2 has by default, too
+MATRICES = ("0.weight", "2.weight", "4.weight")  # of layers()
+
+# ---- models
 
 
 class Model(nn.Module):
@@ -40,6 +52,28 @@ class Model(nn.Module):
         if spare:
             x = x + self.spare(x)
         return self.again(x)
+
+
+class Scaled(nn.Linear):
+    """A layer whose gradients are `scale` times as large as its neighbours'."""
+
+    def __init__(self, wide: int, high: int, scale: float) -> None:
+        super().__init__(wide, high)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight * self.scale - (self.scale - 1) * self.weight.detach()
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def layers() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Scaled(64, 128, 100.0), nn.ReLU(), Scaled(128, 256, 1.0), nn.ReLU(), Scaled(256, 64, 0.01)
+    )
+
+
+# ---- wraps
 
 
 def sharded(policy: MixedPrecisionPolicy | None = None, **options: Any) -> Model:
@@ -71,12 +105,22 @@ def replicated(replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
 
 
-def replicas_of_shards(replicas: int) -> Any:
+def replicas_of_shards(replicas: int, **how: Any) -> Any:
     """By HSDP; one: by FSDP2."""
-    return sharded(mesh=replicated(replicas)) if replicas > 1 else sharded()
+    return sharded(**how, **({"mesh": replicated(replicas)} if replicas > 1 else {}))
 
 
-# ---- training
+def model_of(kind: str, group: Any = None, replicas: int = 2) -> Any:
+    """Layers under "ddp" or "fsdp2", in a group of their own unless given; or under "hsdp"."""
+    if kind == "hsdp":
+        return fully_shard(layers(), mesh=replicated(replicas))
+    group = group or dist.new_group()
+    if kind == "fsdp2":
+        return fully_shard(layers(), mesh=DeviceMesh.from_group(group, "cpu"))
+    return nn.parallel.DistributedDataParallel(layers(), process_group=group)
+
+
+# ---- scripts
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -122,6 +166,57 @@ def train(model: Any, count: int) -> list[float]:
     return steps(model, sgd(model), 0, count)
 
 
+def passes(model: Any, first: int, last: int) -> None:
+    """Of layers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        made = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(16, 64, generator=made)).square().mean().backward()
+        optimizer.step()
+
+
+def until_decided(model: Any, handle: Any, count: int, version: int) -> None:
+    """Train until so many decisions have been made on every rank, and a plan is in force. After
+    each pass, wait for the decision that it began."""
+    for step in range(200):
+        passes(model, step, step + 1)
+        handle._reductions.runner.wait()
+        seen = torch.tensor([len(handle.adaptation.history) - count, handle.plan.version - version])
+        dist.all_reduce(seen, dist.ReduceOp.MIN)
+        if seen.min() >= 0:
+            return
+    raise AssertionError("no decision came")
+
+
+@contextlib.contextmanager
+def held(before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> Iterator[None]:
+    """In the background this rank calls `before` before it makes tables, and `after` once it has
+    prepared a plan, of which its switch does not know yet."""
+    make, prepare = Decider._tables, Switch._prepare
+
+    def held_tables(self: Any, window: Any) -> Any:
+        before()
+        return make(self, window)
+
+    def held_prepare(self: Any, plan: Any) -> None:
+        prepare(self, plan)
+        after()
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(Decider, "_tables", held_tables)
+        monkey.setattr(Switch, "_prepare", held_prepare)
+        yield
+
+
+def prepared(handle: Any, **changes: Any) -> Any:
+    """An update, which all ranks have prepared."""
+    update = handle.update(**changes)
+    update.wait(60)
+    everywhere("prepared")
+    return update
+
+
 # ---- weights
 
 
@@ -129,8 +224,9 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the whole weights, as a forward gathers them."""
     found, names = {}, {p: name for name, p in model.named_parameters()}
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            of_group = module._get_fsdp_state()._fsdp_param_group.fsdp_params
+        group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
+        if group:  # has parameters of its own
+            of_group = group.fsdp_params
             named = [names[p.sharded_param] for p in of_group]
             module.unshard()
             for name, p in zip(named, of_group, strict=True):
@@ -168,7 +264,12 @@ def message_bytes(model: nn.Module, codec_of: Any, without: Collection[str] = ()
     return sum(-(-(48 + n) // 16) * 16 for n in payloads.values())
 
 
-# ---- comparisons
+# ---- checks
+
+
+def methods(handle: Any) -> dict[str, str]:
+    """Those in force, by parameter."""
+    return {p.name: str(p.inner) for p in handle.plan.parameters}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -193,10 +294,10 @@ def assert_as_asked(
     found: Gradients,
     compressed: Collection[str],
     near: float = 0.6,
-    sums: float = 0.0,
+    close: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Of compressed parameters gradients are near FSDP2's, others are the same, bit for bit, or but
-    for a relative difference of sums."""
+    for relative and absolute differences."""
     assert list(expected) == list(found)
     for name, gradient in expected.items():
         if gradient is None or not gradient.numel():
@@ -205,28 +306,17 @@ def assert_as_asked(
             assert not torch.equal(gradient, found[name]), name
             assert (gradient - found[name]).norm() < near * gradient.norm(), name
         else:
-            torch.testing.assert_close(found[name], gradient, rtol=sums, atol=1e-6 * bool(sums))
+            torch.testing.assert_close(found[name], gradient, rtol=close[0], atol=close[1])
 
 
-def added(total: dict[str, torch.Tensor], gradients: Gradients, times: float = 1.0) -> None:
+def added(total: dict[str, torch.Tensor], gradients: Gradients) -> None:
     """Add gradients to those of other steps."""
     for name, gradient in gradients.items():
         if gradient is not None:
-            total[name] = total.get(name, 0.0) + gradient.double() * times
+            total[name] = total.get(name, 0.0) + gradient.double()
 
 
 # ---- states
-
-
-def dumped(state: Any) -> bytes:
-    """A copy: a tensor shared by a process does not outlive it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def loaded(state: bytes) -> Any:
-    return torch.load(io.BytesIO(state))
 
 
 def owed(full: Any) -> dict[str, torch.Tensor]:
