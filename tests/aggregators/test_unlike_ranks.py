@@ -138,3 +138,4 @@ def test_what_is_asked_depends_on_the_variant_alone() -> None:
             in str(errors[0])
         )
         assert "but on zeros for all_reduce(avg) of 0 x" in str(errors[0])
+        assert "None" not in str(errors[0])

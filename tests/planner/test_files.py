@@ -109,13 +109,23 @@ PLANNED = {**OLDER, "ranks": 4, "net": "1gbit,1ms"}
 
 
 def test_what_was_planned_comes_back_and_yields_to_the_callers_options(tmp_path: Path) -> None:
+    """What it expects is of its own options alone."""
+    plan = replace(plan_of(), options=Options("ring", segments=4), coalesce_bytes=0)
     for planned, ranks in ((OLDER, 2), (PLANNED, 4)):
         saved = replace(PlanFile.of(plan_of()), planned=planned)
         saved.save(tmp_path / "plan.json")
         file = PlanFile.read(tmp_path / "plan.json")
         assert file == saved
-        assert file.expectation(ranks) == "the plan expects 500 ms a pass, 250 of them exposed"
-    assert file.expectation(2) == "the plan was made for 4 ranks, and there are 2"
+        said = file.expectation(plan, ranks)
+        assert said == "the plan expects 500 ms a pass, 250 of them exposed"
+    assert file.expectation(plan, 2) == "the plan was made for 4 ranks, and there are 2"
+    for other, made, given in (
+        ({"options": Options("tree", segments=4)}, "algorithm='ring'", "algorithm='tree'"),
+        ({"options": Options("ring")}, "segments=4", "segments=None"),
+        ({"coalesce_bytes": 7}, "coalesce_bytes=0", "coalesce_bytes=7"),
+    ):
+        said = file.expectation(replace(plan, **other), 4)
+        assert said == f"the plan was made for {made}, and attach was given {given}"
     assert file.options(Options(threads=2)) == Options("ring", segments=4, threads=2)
     for given in (Options("tree"), Options(segments=2), Options(coordinated=True)):
         assert file.options(given) == given

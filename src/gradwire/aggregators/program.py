@@ -166,10 +166,14 @@ def check_asked(
 def _in_words(asked: tuple[str, tuple[Any, ...]] | None) -> str:
     if asked is None:
         return "nothing"
-    name, (verb, op, root, *how, codec, numel, dtype, lengths, stride, _) = asked
+    name, (verb, op, root, algorithm, segments, codec, numel, dtype, lengths, stride, whole) = asked
     of = op if verb != "broadcast" else f"from rank {root}"
-    shards = f", lengths {lengths}, stride {stride}" if lengths or stride else ""
-    return f"{verb}({of}) of {numel} x {dtype} of {name} through {codec}{shards}, {how}"
+    how = {
+        "through": codec, "by": algorithm, "in segments:": segments, "lengths": lengths,
+        "stride": stride, "with": None if whole else "a residual",
+    }  # fmt: skip
+    said = (f", {name} {value}" for name, value in how.items() if value)
+    return f"{verb}({of}) of {numel} x {dtype} of {name}{''.join(said)}"
 
 
 def items_of(

@@ -195,6 +195,10 @@ class Reductions:
         for owner in owners:
             owner.comm.fail_owner(owner, known or self.early_end(owner, what))
 
+    def unrecovered(self) -> str:
+        """What has to be done before `Handle.recover`, if anything."""
+        return ""
+
     def early_end(self, owner: Owner, what: str) -> TransportError:
         """The error for peers, where backward or forward ended with an exception."""
         rank = owner.comm.rank

@@ -25,7 +25,7 @@ from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.handles.backward import Backward, Forward, running
-from gradwire.handles.fsdp import collective_of, replace_collective, shard_of
+from gradwire.handles.fsdp import broken_off, collective_of, replace_collective, shard_of
 from gradwire.handles.gathered import NO_STATS, GatheredWeights
 from gradwire.handles.learning import learned, wanted
 from gradwire.handles.reductions import Reductions
@@ -42,6 +42,10 @@ from gradwire.waiting import result_of
 _ADVICE = (
     "all ranks must make the same calls in the same order; where they use different parameters, "
     "call set_reduce_scatter_unused_params(True) of the root module"
+)
+_UNRECOVERED = (
+    "FSDP2 has not recovered, and would leave out gradients: call the root module's "
+    "reset_iter_state() first, on every rank"
 )
 
 
@@ -143,6 +147,9 @@ class Scatters(Reductions):
         if self.weights is not None:
             self.weights.abandoned = True
         super().abandon(cause, what)
+
+    def unrecovered(self) -> str:
+        return _UNRECOVERED if any(map(broken_off, self._trained.records)) else ""
 
     # ---- forwards that end with an exception
     #

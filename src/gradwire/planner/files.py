@@ -22,6 +22,7 @@ from gradwire.planner.rules import exactly
 from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
+_DECIDED = ("algorithm", "segments", "coordinated")  # by `gradwire plan`, of the options
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,15 @@ class PlanFile:
         Raises:
             ConfigError: there is no such algorithm, or it is not defined with these segments.
         """
-        decided = ("algorithm", "segments", "coordinated")
-        if not self.planned or any(getattr(given, n) != getattr(Options(), n) for n in decided):
+        if not self.planned or any(getattr(given, n) != getattr(Options(), n) for n in _DECIDED):
             return given
-        algorithm, segments, coordinated = (self.planned[name] for name in decided)
+        algorithm, segments, coordinated = (self.planned[name] for name in _DECIDED)
         return replace(given.through(algorithm), segments=segments, coordinated=coordinated)
 
-    def expectation(self, ranks: int, stats: Mapping[str, Any] | None = None) -> str:
+    def expectation(self, plan: Plan, ranks: int, stats: Mapping[str, Any] | None = None) -> str:
         """What `gradwire plan` expects of a pass, from its first gradient to its last average, and
-        what a handle's `stats` have measured; or that it has planned for other ranks."""
+        what a handle's `stats` have measured; or that it has planned for other ranks, or other
+        options than those of the plan in force."""
 
         def told(seconds: float, backward: float) -> str:
             exposed = 1e3 * (seconds - backward)
@@ -153,6 +154,12 @@ class PlanFile:
 
         if self.planned.get("ranks", ranks) != ranks:
             return f"the plan was made for {self.planned['ranks']} ranks, and there are {ranks}"
+        used = {n: getattr(plan.options, n) for n in _DECIDED}
+        used["coalesce_bytes"] = plan.coalesce_bytes
+        for name, value in used.items():
+            if value != self.planned[name]:
+                made = f"{name}={self.planned[name]!r}"
+                return f"the plan was made for {made}, and attach was given {name}={value!r}"
         text = told(self.planned["seconds"], self.planned["backward_seconds"])
         if stats is None or not (steps := stats["steps"]):
             return f"the plan expects {text}"
