@@ -392,14 +392,14 @@ MUTANTS = (
         "gradwire/lang/emit/lowrank.c",
         "if (all[at].kept) keep_basis(&all[at]);\n        else",
         "if (!all[at].kept)",
-        ("tests/aggregators/test_powersgd.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     Mutant(
         "topkc_selects_by_local_norms", "ranks add up different chunks",
         "gradwire/aggregators/topkc.py",
         "yield [AllReduce(square, of=c) for",
         "yield [AllReduce(square.clone(), of=c) for",
-        ("tests/aggregators/test_topkc.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     Mutant(
         "thc_without_saturation", "a sum beyond the range becomes NaN",
@@ -413,14 +413,14 @@ MUTANTS = (
         "gradwire/aggregators/deepgradient.py",
         "u *= part == 0",
         "pass",
-        ("tests/aggregators/test_deepgradient.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     Mutant(
         "artopk_leader_fixed", "one rank's largest values are all that is sent",
         "gradwire/aggregators/artopk.py",
         "s.led_by(s.first.step % s.first.world_size)",
         "s.led_by(0)",
-        ("tests/aggregators/test_artopk.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     # State.
     Mutant(
@@ -428,14 +428,14 @@ MUTANTS = (
         "gradwire/handles/sections.py",
         "member.keep({key: sharding.loaded(name, key, tensor) for key, tensor in kept})",
         "member.keep({})",
-        ("tests/handles/test_attach.py",),
+        ("tests/aggregators/test_moved_state.py",),
     ),
     Mutant(
         "residual_not_scaled", "on fewer ranks, later averages receive too much",
         "gradwire/state/state.py",
         "total += tensor.cpu() * (self.world_size / self.ranks)",
         "total += tensor.cpu()",
-        ("tests/handles/test_attach.py",),
+        ("tests/aggregators/test_moved_state.py",),
     ),
     Mutant(
         "step_not_restored", "a resumed run draws the first steps' numbers again",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Parameters, Shape, drawn
+from averaging import Parameters, Shape, drawn, fed
 from codec_calls import CODECS, UNFUSED, call, gradient, key_of
 from gradwire.aggregators import (
     THC,
@@ -22,7 +22,6 @@ from gradwire.aggregators import (
     Compressed,
     DeepGradientCompression,
     Dense,
-    ErrorFeedback,
     GlobalTopK,
     LWTopK,
     PowerSGD,
@@ -180,9 +179,8 @@ def averaged() -> dict[str, Any]:
     """Averages and states after three steps of every aggregator, on both ranks."""
 
     def body(comm: Communicator) -> dict[str, Any]:
-        fed = [a if a.own_feedback else ErrorFeedback(a) for a in AGGREGATORS]
-        mine = Parameters(comm, [SHAPE] * len(fed), fed)
-        scopes = [[i] for i in range(len(fed))]
+        mine = Parameters(comm, [SHAPE] * len(AGGREGATORS), [*map(fed, AGGREGATORS)])
+        scopes = [[i] for i in range(len(AGGREGATORS))]
         found = [mine.average(gradients, scopes) for gradients in GRADIENTS[comm.rank]]
         kept = [[*m.state.values(), *m.metrics.values()] for m in mine.members]
         return {

@@ -1,4 +1,4 @@
-"""PowerSGD: against the algorithm in float64, and its bytes."""
+"""PowerSGD beside test_references.py: what residuals come to, zeros, and its company."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Parameters, Shape, averaged, drawn, sent_bytes
+from averaging import Parameters, Shape, averaged, drawn
 from gradwire.aggregators import ErrorFeedback, PowerSGD, powersgd, registry
 from gradwire.engine import Communicator
 from gradwire.lang import lowrank
@@ -21,111 +21,6 @@ from products import one_in
 from ranks import as_processes, as_threads
 
 MATRICES: list[Shape] = [(12, 20), (33, 17), (12, 20), (8, 3, 3, 3), (64, 7)]
-REST: list[Shape] = [(50,), (2, 3), (), (0,), (5, 0)]
-
-
-def compresses(rank: int, shape: Shape) -> bool:
-    columns = math.prod(shape[1:])
-    return len(shape) > 1 and rank * (shape[0] + columns) < shape[0] * columns
-
-
-def reference(
-    shapes: Sequence[Shape],
-    bases: dict[int, torch.Tensor],
-    residuals: Sequence[Sequence[torch.Tensor]],
-    gradients: Sequence[Sequence[torch.Tensor]],
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """One step of the algorithm in float64, all ranks at once.
-
-    Args:
-        bases: Q of each compressed parameter, [m, r].
-        residuals, gradients: of each rank, by parameter.
-
-    Returns:
-        The averages; and each rank's residuals, all 1-D.
-    """
-    averages = []
-    kept: list[list[torch.Tensor]] = [[] for _ in gradients]
-    for at, shape in enumerate(shapes):
-        wanted = [
-            g[at].double().view(-1) + e[at].double()
-            for g, e in zip(gradients, residuals, strict=True)
-        ]
-        sent = wanted
-        if at in bases:
-            matrices = [p.view(shape[0], -1) for p in wanted]
-            p = gram_schmidt(sum(m @ bases[at].double() for m in matrices))
-            sent = [(p @ (p.T @ m)).view(-1) for m in matrices]
-        averages.append(torch.stack(sent).mean(0))
-        for mine, p, s in zip(kept, wanted, sent, strict=True):
-            mine.append(p - s)
-    return averages, kept
-
-
-def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    columns: list[torch.Tensor] = []
-    for column in matrix.T:
-        for known in columns:
-            column = column - (known @ column) * known
-        columns.append(column / column.norm())
-    return torch.stack(columns, 1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rank", "dtype", "orthogonal"),
-    [
-        (2, 1, torch.float32, "cholesky"),
-        (3, 2, torch.float16, "qr"),
-        (5, 4, torch.bfloat16, "cholesky"),
-        (8, 2, torch.float32, "cholesky"),
-        (3, 4, torch.float32, "qr"),
-        (2, 1, torch.bfloat16, "qr"),
-        (5, 1, torch.float16, "cholesky"),
-    ],
-)
-def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype, orthogonal: str) -> None:
-    """Each step starts from the previous state: rounding errors grow over many."""
-    shapes, steps = [*MATRICES, *REST], 5
-    compressed = [at for at, shape in enumerate(shapes) if compresses(rank, shape)]
-    data = [[drawn(shapes, r, step, dtype) for r in range(ranks)] for step in range(steps)]
-    aggregator = ErrorFeedback(PowerSGD(rank, orthogonal=orthogonal))
-    found = averaged(shapes, aggregator, data, "basis")
-    for step in range(1, steps):
-        bases = {at: found[0][step - 1][2][at].view(-1, rank) for at in compressed}
-        before = [mine[step - 1][1] for mine in found]
-        expected, residuals = reference(shapes, bases, before, data[step])
-        tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
-        for at in range(len(shapes)):
-            average = found[0][step][0][at]
-            assert average.dtype == dtype
-            close(average.view(-1), expected[at], tolerance)
-            for mine, kept in zip(found, residuals, strict=True):
-                if at in bases or dtype != torch.float32:  # also what rounding of the average lost
-                    kept[at] += expected[at] - average.view(-1).double()
-                close(mine[step][1][at], kept[at], 1e-5)
-                if at not in bases and dtype == torch.float32:
-                    assert not mine[step][1][at].any(), "what is sent whole leaves nothing"
-
-
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Equal up to a share of the largest value."""
-    if found.numel():
-        off = (found.double() - expected).abs().max()
-        assert off <= tolerance * max(1.0, float(expected.abs().max())), float(off)
-
-
-def test_layers_of_a_bucket_share_two_collectives_and_vectors_alone_one() -> None:
-    for layers, rounds in ((1, 2), (2, 2), (30, 2), (0, 1)):
-        shapes = [s for _ in range(layers) for s in ((24, 16), (9,), (16, 12))] or REST
-        sent = sent_bytes(2, shapes, ErrorFeedback(PowerSGD(2)), steps=2)
-        assert [len(of_step) for of_step in sent] == [rounds] * 2
-
-
-def test_the_payload_is_as_large_as_it_says() -> None:
-    for shape in (*MATRICES, *REST):
-        columns, numel = math.prod(shape[1:]), math.prod(shape)
-        expected = 4 * 3 * (shape[0] + columns) if compresses(3, shape) else 4 * numel
-        assert PowerSGD(3).payload_bytes(shape, torch.float32) == expected
 
 
 def test_residuals_stay_small_where_ranks_see_unlike_data() -> None:
