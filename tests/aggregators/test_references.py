@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from gradwire.aggregators import (
 )
 from gradwire.aggregators.local import run_local
 from gradwire.aggregators.local_codecs import Turned
-from gradwire.aggregators.thc import rotate_across
 from gradwire.lang import rng
 from gradwire.lang.trace import stream
 from products import exhaustive
@@ -422,18 +420,3 @@ def near(found: torch.Tensor, expected: torch.Tensor, eps: float, where: str) ->
     if found.numel():
         off = float((found - expected).abs().max())
         assert off <= eps * max(1.0, float(expected.abs().max())), f"{where}: {off} off"
-
-
-def test_a_full_rotation_is_that_of_each_power_of_two() -> None:
-    for chunks, chunk in product([1, 2, 5, 13], [2, 16, 64]):
-        numel, key = chunks * chunk + 7, step_key(5, 0)
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(chunk))
-        turned, ones, signs, back = (torch.ones(numel) for _ in range(4))
-        run_local(Turned(1), "encode", [ones], [signs], key)
-        run_local(Turned(chunk), "encode", [values], [turned], key)
-        rotate_across(turned, chunk)
-        expected = rotation(numel, "full", chunk, signs) @ values.double()
-        torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-5)
-        rotate_across(turned, chunk)
-        run_local(Turned(chunk), "decode", [back], [turned], key)
-        torch.testing.assert_close(back, values, rtol=0, atol=1e-5)

@@ -154,38 +154,6 @@ def test_beyond_the_range_of_squares_nothing_is_lost() -> None:
                 torch.testing.assert_close(ranks * average + kept, given, rtol=0, atol=1e-5)
 
 
-def test_chunks_are_in_the_order_of_summed_squares() -> None:
-    """UTIL's. The order of summed norms would prefer the second chunk, 2 + 2 to 3 + 0; and among
-    random ones, none is left whose sum is 1.6 % larger than that of one that is picked."""
-    chunk, count, ranks = 16, 400, 3
-
-    data = []
-    for rank in range(ranks):
-        pair = torch.zeros(2, chunk)
-        pair[0, 0], pair[1, 1] = (3.0, 2.0) if rank == 0 else (0.0, 2.0 * (rank == 1))
-        size = drawn([(count, 1)], rank, 0)[0].exp()
-        data.append([pair.view(-1), (size * drawn([(count, chunk)], rank, 1)[0]).view(-1)])
-    aggregator = ErrorFeedback(TopKC(9, chunk, scope="layer"))
-    pair, average = averaged([(2 * chunk,), (chunk * count,)], aggregator, [data])[0][0][0]
-    assert pair.nonzero().tolist() == [[0]]
-    total = sum(mine[1].double().view(count, chunk).square().sum(1) for mine in data)
-    picked = average.view(count, chunk).any(1)
-    assert 0 < int(picked.sum()) < count
-    assert total[~picked].max() <= 1.016 * total[picked].min()
-
-
-def test_fp16_gradients_near_the_largest() -> None:
-    """They neither overflow on the wire nor in the average, which saturates."""
-    shapes: list[Shape] = [(40, 40)]
-    data = [
-        [[(g.clamp(-1, 1) * 60000).half() for g in drawn(shapes, rank, step)] for rank in range(3)]
-        for step in range(20)
-    ]
-    for mine in averaged(shapes, ErrorFeedback(TopKC(2, 16, scope="layer")), data):
-        assert all(t[0].isfinite().all() for step in mine for t in step)
-        assert mine[-1][0][0].abs().max() == 65504  # of a chunk that has waited
-
-
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (3, torch.float16)])
 def test_of_a_whole_model_the_largest_parameter_sends_most(ranks: int, dtype: torch.dtype) -> None:
     """Permuted or not; without error feedback too; and no average has values of another one."""

@@ -25,6 +25,7 @@ from ends import ends
 from gradwire.aggregators import Observation, Rounds
 from leftovers import until
 from ranks import caught, refuses
+from rooms.handles import hook_state
 from training import Acts, nothing
 
 pytestmark = pytest.mark.multiprocess
@@ -302,6 +303,8 @@ def test_after_an_error_the_error_comes_again(rank: int) -> None:
     layers.between = nothing
     if rank == 0:
         assert isinstance(error, ValueError)
+        handle.detach()
+        assert hook_state(model).reducer is None
         return  # its reducer has not finished, as without gradwire
     for again in (error, caught(lambda: pass_of(model))):
         assert isinstance(again, gw.TransportError)

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from transports import over_both
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
-from ranks import caught, raises
+from products import exhaustive
+from ranks import at_once, caught, raises
 from stress.worlds import of_transport
 
 pytestmark = [pytest.mark.multiprocess, *over_both(2)]
@@ -58,6 +60,21 @@ def in_opposite_orders(rank: int, cold: bool) -> None:
         for future in futures:
             assert future is not None
             assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
+
+
+def test_threads_call_on_two_groups(rank: int) -> None:
+    """Calls of two threads on two groups, each in order."""
+    both = [dist.new_group(timeout=LIMIT) for _ in range(2)]
+    size = 2
+
+    def body(at: int) -> None:
+        for step in range(30):
+            values = torch.full((100 + 50 * at,), float(rank + step))
+            gw.all_reduce(values, "identity", group=both[at], step=step)
+            expected = size * step + size * (size - 1) / 2
+            assert torch.equal(values, torch.full_like(values, expected))
+
+    at_once(*(partial(body, at) for at in ((0, 1) if rank == 0 else (1, 0))))
 
 
 def test_the_first_asynchronous_call_does_not_block(rank: int) -> None:
@@ -130,10 +147,10 @@ def made_anew(rank: int, port: int) -> None:
         beside.get(f"gone {step}")  # torch itself needs rank 0's old store to be gone
 
 
-@pytest.mark.usefixtures("shm")
-def test_a_default_group_made_anew_on_its_port() -> None:
+@pytest.mark.parametrize("shm", [True, *exhaustive(False)])
+def test_a_default_group_made_anew_on_its_port(shm: bool) -> None:
     port = 20_000 + os.getpid() % 12_000  # below those that connections and port 0 get
-    finished(ends(2, made_anew, port, timeout=60))
+    finished(ends(2, made_anew, port, timeout=60, environment=of_transport(shm)))
 
 
 def test_whoever_asks_whether_a_group_lives_does_not_keep_it_alive() -> None:
