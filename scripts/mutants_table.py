@@ -533,7 +533,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights_draw_the_same_numbers", "rounding errors of weights never average out",
-        "gradwire/handles/versions.py",
+        "gradwire/handles/changes.py",
         "                versions.steps += 1",
         "                versions.steps = 1",
         ("tests/multiprocess/test_saved_handles.py",),
@@ -562,7 +562,7 @@ MUTANTS = (
     ),
     Mutant(
         "policy_rounds_errors_down", "a plan exceeds its budget",
-        "gradwire/controllers/knapsack_bins.py",
+        "gradwire/controllers/knapsack.py",
         "whole = np.ceil(",
         "whole = np.floor(",
         ("tests/controllers/test_lgreco.py",),

@@ -107,7 +107,9 @@ class Parameters:
     def states(self, name: str = "residual") -> list[torch.Tensor]:
         """A state of each parameter, or what is told of it; zeros before the first step."""
         zeros = [torch.zeros(math.prod(m.shape)) for m in self.members]
-        found = [{name: z, **m.metrics, **m.state} for m, z in zip(self.members, zeros, strict=True)]
+        found = [
+            {name: z, **m.metrics, **m.state} for m, z in zip(self.members, zeros, strict=True)
+        ]
         return [each[name].clone().reshape(-1) for each in found]
 
 

@@ -14,9 +14,15 @@ from controllers.random_tables import KINDS, best_cost, random_layers
 from gradwire.aggregators import Dense
 from gradwire.controllers import Budget, LGreco, time_weights
 from gradwire.controllers.error import METRICS
-from gradwire.controllers.knapsack_bins import by_bins
-from gradwire.controllers.knapsack_bounds import Problem, bound, padded, undominated, worthwhile
-from gradwire.controllers.knapsack_lists import by_lists
+from gradwire.controllers.knapsack import (
+    Problem,
+    bound,
+    by_bins,
+    by_lists,
+    padded,
+    undominated,
+    worthwhile,
+)
 from gradwire.controllers.layer import Layer, plan_cost, plan_error
 from gradwire.controllers.lgreco import fill
 

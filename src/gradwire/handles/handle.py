@@ -132,11 +132,9 @@ class Handle(Saved):
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
-        others: dict[str, Any] = {}  # of one kind of module each
-        if coalesce_bytes is not None:
-            others["coalesce_bytes"] = coalesce_bytes
-        if weights is not _SAME:
-            others["weights"] = weights
+        held = _SAME if coalesce_bytes is None else coalesce_bytes
+        of_one_kind = {"coalesce_bytes": held, "weights": weights}.items()
+        others = {name: value for name, value in of_one_kind if value is not _SAME}
         on = self._reductions
 
         def changed(before: Plan) -> Plan:
@@ -425,7 +423,7 @@ class Handle(Saved):
         statistics begin anew. What the broken pass had sent is in residuals, or lost.
 
         Raises:
-            ConfigError: the handle was detached; or FSDP2 has not recovered on one of the ranks, and
+            ConfigError: the handle was detached; or FSDP2 has not recovered on some rank, and
                 later passes go on to raise.
             TransportError: the group itself is broken, or a rank did not make the call.
         """

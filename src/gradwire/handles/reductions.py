@@ -236,9 +236,7 @@ class Reductions:
     def remade(self, plan: Plan, rules: Rules) -> Plan:
         """`plan` with other rules; raises ConfigError if there is none."""
         made = self.planned(plan, rules)
-        warn_of_bias(
-            made, self.ranks, "handle.update"
-        )  # a warning may be an error: then nothing changes
+        warn_of_bias(made, self.ranks, "handle.update")  # it may be an error: nothing changes then
         return made
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:

@@ -26,12 +26,11 @@ from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.handles.backward import Backward, Forward, running
 from gradwire.handles.fsdp import broken_off, collective_of, replace_collective, shard_of
-from gradwire.handles.gathered import NO_STATS, GatheredWeights
+from gradwire.handles.gathered import NO_STATS, GatheredWeights, weights_section
 from gradwire.handles.learning import learned, wanted
 from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import alike, rehearse
 from gradwire.handles.scatter import Replicas, Scatter
-from gradwire.handles.sections import weights_section
 from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_plan
 from gradwire.handles.summary import Expected, expected_scatter
 from gradwire.planner import Learned, Plan, Rules, WeightRules
@@ -391,16 +390,16 @@ class Scatters(Reductions):
     @property
     def place(self) -> DecidingRank:
         rank = self.owner.comm.ranks[self.owner.comm.rank]
-        shard = 0 if self.groups.scatter is None else self.owner.comm.rank
-        replica = 0 if self.groups.replicas is None else self.replicas.comm.rank
+        shard, replica = (0 if comm is None else comm.rank for comm in self._hops())
         return DecidingRank(rank, shard, self.groups.shards, replica, pieces=True)
 
+    def _hops(self) -> tuple[Communicator | None, Communicator | None]:
+        """Over which gradients are scattered, and averaged; None: that is left alone."""
+        scatter = None if self.groups.scatter is None else self.owner.comm
+        return scatter, None if self.groups.replicas is None else self.replicas.comm
+
     def deciding(self) -> list[Communicator]:
-        comms = [
-            None if self.groups.scatter is None else self.owner.comm,
-            None if self.groups.replicas is None else self.replicas.comm,
-        ]
-        return [comm for comm in comms if comm is not None and comm.world_size > 1]
+        return [comm for comm in self._hops() if comm is not None and comm.world_size > 1]
 
     def shard(self, name: str) -> torch.Tensor:
         return shard_of(self._records[name].sharded_param)
@@ -448,8 +447,7 @@ class Scatters(Reductions):
     def expected(self) -> Expected:
         plan, found = self.switch.plan, Expected(0, 0)
         planned = {p.name: p for p in plan.parameters}
-        scatter = None if self.groups.scatter is None else self.owner.comm
-        between = None if self.groups.replicas is None else self.replicas.comm
+        scatter, between = self._hops()
         for group in self._trained.shards():
             pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
             of_group = pieces, scatter, between, self.groups.shard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from gradwire.errors import ConfigError, of_file
 from gradwire.lang import Codec
 from gradwire.planner.plan import Plan
 from gradwire.planner.rules import exactly
-from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
 _DECIDED = ("algorithm", "segments", "coordinated")  # by `gradwire plan`, of the options
@@ -154,12 +154,11 @@ class PlanFile:
 
         if self.planned.get("ranks", ranks) != ranks:
             return f"the plan was made for {self.planned['ranks']} ranks, and there are {ranks}"
-        used = {n: getattr(plan.options, n) for n in _DECIDED}
-        used["coalesce_bytes"] = plan.coalesce_bytes
-        for name, value in used.items():
-            if value != self.planned[name]:
-                made = f"{name}={self.planned[name]!r}"
-                return f"the plan was made for {made}, and attach was given {name}={value!r}"
+        used = {**vars(plan.options), "coalesce_bytes": plan.coalesce_bytes}
+        for name in (*_DECIDED, "coalesce_bytes"):
+            if used[name] != self.planned[name]:
+                made, given = (f"{name}={of[name]!r}" for of in (self.planned, used))
+                return f"the plan was made for {made}, and attach was given {given}"
         text = told(self.planned["seconds"], self.planned["backward_seconds"])
         if stats is None or not (steps := stats["steps"]):
             return f"the plan expects {text}"
@@ -273,3 +272,14 @@ def _told(plan: PlanFile, name: str) -> str | None:
     feedback = ", error feedback" if row.get("error_feedback") else ""
     weight = row.get("weight", "none")
     return str(row["gradient"]) + feedback + ("" if weight == "none" else f", weights {weight}")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` beside `path`, under a name that no other writer has, and rename it: the file is
+    whole or not there, also where several ranks write one at the same time."""
+    new = Path(f"{os.fspath(path)}.{secrets.token_hex(8)}")
+    try:
+        new.write_text(text, "utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
