@@ -61,6 +61,8 @@ def test_every_argument_can_change(rank: int) -> None:
         ((), {"coalesce_bytes": 1 << 20, "exclude": ["4.*"]}, {"4.weight": "dense"}),
         (("powersgd",), {"rank": 2, "codecs": {"2.weight": "artopk"}},
          {"2.weight": "artopk", "4.bias": "dense"}),
+        (("dgc",), {"density": 0.05, "momentum": 0.5, "error_feedback": False},
+         {"4.bias": "dense", "0.bias": "dgc"}),
         ((None,), {}, {"2.weight": "artopk", "0.weight": "QSGD(bits=8"}),
     ]  # fmt: skip
     number = 0
@@ -78,22 +80,13 @@ def test_every_argument_can_change(rank: int) -> None:
     assert handle.plan.options.algorithm == "ring"
 
 
-def test_ranks_ask_at_different_steps(rank: int) -> None:
-    """Ranks prepare at different speeds; still a pass has one plan."""
-    one_plan_per_pass(rank, dist.group.WORLD)
-
-
-def test_in_stream_order_too(rank: int) -> None:
-    """Over a group that is treated as one of NCCL."""
-    group, before = dist.new_group(), groups.keeps_order
-    groups.keeps_order = lambda asked, device: asked is group
-    try:
-        one_plan_per_pass(rank, group)
-    finally:
-        groups.keeps_order = before
-
-
-def one_plan_per_pass(rank: int, group: Any) -> None:
+@on(2, True, False)
+@on(3, True, False, exhaustive=True)
+def test_a_pass_has_one_plan(rank: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks ask at different steps, and prepare at different speeds; also over a group that is
+    treated as one of NCCL."""
+    group = dist.new_group()
+    monkeypatch.setattr(groups, "keeps_order", lambda asked, device: in_order and asked is group)
     model = DDP(net(), bucket_cap_mb=0.005, process_group=group)
     handle = gw.attach(model, bits=4, coalesce_bytes=0)
     draw = random.Random(rank)
