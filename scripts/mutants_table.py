@@ -406,7 +406,7 @@ MUTANTS = (
         "gradwire/codecs/saturating.py",
         "whole = clamp(v, -self.most, self.most) + _ROUNDING - _ROUNDING",
         "whole = v + _ROUNDING - _ROUNDING",
-        ("tests/aggregators/test_thc.py",),
+        ("tests/aggregators/test_dense_aggregators.py",),
     ),
     Mutant(
         "dgc_momentum_not_masked", "what was sent pushes on in later steps",

@@ -143,19 +143,6 @@ def test_several_modules_keep_apart(rank: int) -> None:
     assert same_everywhere(gradients(second))
 
 
-def test_detach_and_attach_again(rank: int) -> None:
-    model = DDP(mlp())
-    handle = gw.attach(model, bits=4)
-    refuses("detach", lambda: gw.attach(model))
-    handle.detach()
-    train(model, range(3))
-    assert handle.stats()["steps"] == 0
-    torch.testing.assert_close(flat(model), plain(mlp, range(3)), rtol=1e-5, atol=1e-6)
-    again = gw.attach(model, bits=4)
-    train(model, range(1))
-    assert again.stats()["steps"] == 1
-
-
 def test_handles_draw_numbers_of_their_own(rank: int) -> None:
     model, drawn = DDP(mlp()), []
     for _ in range(3):

@@ -105,7 +105,9 @@ def test_a_returned_parameter_keeps_no_hook(rank: int) -> None:
 
 
 def test_a_handle_stays_where_it_is(rank: int) -> None:
-    handle = gw.attach(DDP(net()))
+    model = DDP(net())
+    handle = gw.attach(model)
+    refuses("detach", lambda: gw.attach(model))
     for of in (copy.deepcopy, pickle.dumps, lambda h: torch.save(h, io.BytesIO())):
         refuses("save its state_dict()", lambda of=of: of(handle))
     handle.detach()
