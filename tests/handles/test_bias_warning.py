@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import gradwire as gw
 from ranks import as_processes, caught, on, refuses
 from rooms.handles import bias, uncompiled
-from training import mlp, sharded
+from training import backward, batch, mlp, sharded
 
 
 def net() -> nn.Sequential:
@@ -193,19 +193,9 @@ pytestmark = pytest.mark.multiprocess
 Made = Callable[[Any], torch.optim.Optimizer]
 
 
-def model_of() -> DDP:
-    torch.manual_seed(0)
-    return DDP(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 4)))
-
-
-def backward(model: DDP, rank: int) -> None:
-    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(rank))
-    model(x).square().mean().backward()
-
-
 def steps(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> str:
     """What the first step raises; "" if it steps."""
-    backward(model, rank)
+    backward(model, batch(rank))
     before = [p.detach().clone() for p in model.parameters()]
     try:
         optimizer.step()
@@ -231,7 +221,7 @@ def test_one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> N
     }
     found = {}
     for kind, made in kinds.items():
-        model = model_of()
+        model = DDP(net())
         handle = gw.attach(model, "dgc", density=0.1, coalesce_bytes=0)
         found[kind] = steps(model, made(list(model.parameters())), rank)
         handle.detach()
@@ -245,11 +235,11 @@ def test_one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> N
     assert "AdamW has betas=(0.9, 0.999)" in found["adamw"]
     assert "make the optimizer with betas=(0.0, 0.999)" in found["adamw"]
     assert "RMSprop has momentum=0.5" in found["rmsprop"]
-    assert "momentum=0.8 for parameter 1.weight" in found["second group"]
+    assert "momentum=0.8 for parameter 2.weight" in found["second group"]
 
 
 def test_those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: int) -> None:
-    model, other = model_of(), nn.Linear(3, 3)
+    model, other = DDP(net()), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     apart = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     handle = gw.attach(model, "dgc", density=0.1)
@@ -262,13 +252,13 @@ def test_those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: in
     found.append(steps(model, optimizer, rank))
     handle.update(momentum=0).wait()
     for _ in range(4):
-        backward(model, rank)
+        backward(model, batch(rank))
     assert handle.plan.version == 1
     assert not _global_optimizer_pre_hooks
     found.append(steps(model, optimizer, rank))
     handle.update(momentum=0.9).wait()
     for _ in range(4):
-        backward(model, rank)
+        backward(model, batch(rank))
     assert handle.plan.version == 2
     optimizer.state.clear()
     found.append(steps(model, optimizer, rank))
@@ -278,7 +268,7 @@ def test_those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: in
 
 
 def cost(rank: int) -> float:
-    model = model_of()
+    model = DDP(net())
     gw.attach(model, "dgc", density=0.1)
     (hook,) = _global_optimizer_pre_hooks.values()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -23,12 +23,11 @@ import gradwire as gw
 from gradwire.aggregators import Compressed, Dense, PowerSGD
 from ranks import on
 from rooms.handles import short
-from training import Acts, backward, nothing
+from training import Acts, backward, mlp, nothing
 
 
-def mlp(width: int = 400) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 30), nn.Linear(30, 30))
+def net(width: int = 400) -> nn.Sequential:
+    return mlp(20, width, 30, 30)
 
 
 def step(model: nn.Module) -> None:
@@ -59,7 +58,7 @@ def measured(handle: Any, model: nn.Module) -> int:
 def alone(rank: int, make: Any) -> Any:
     """The handle; one rank prints it before the others have come to anything."""
     model = make()
-    handle = gw.attach(model, bits=4, error_feedback=True, codecs={"3.weight": "terngrad"})
+    handle = gw.attach(model, bits=4, error_feedback=True, codecs={"4.weight": "terngrad"})
     if rank == 0:  # the others wait for this rank by now: asking them would be a hang
         text = str(handle)
         assert "transport: not known before the first step" in text
@@ -72,7 +71,7 @@ def alone(rank: int, make: Any) -> Any:
 @on(2, exhaustive=True)
 def test_on_ddp(rank: int) -> None:
     ranks = dist.get_world_size()
-    model, handle = alone(rank, lambda: DDP(mlp()))
+    model, handle = alone(rank, lambda: DDP(net()))
     text = handle.summary()
     numel = sum(p.numel() for p in model.parameters())
     assert repr(handle) == text.splitlines()[0]
@@ -95,14 +94,14 @@ def test_on_ddp(rank: int) -> None:
 
     methods = [(None, 0.0), ("powersgd:rank=2", 0.1), ("topk:density=0.1", 0.05)]
     for method, within in methods if ranks == 2 else methods[:2]:
-        model = DDP(mlp())
+        model = DDP(net())
         handle = gw.attach(model, method, error_feedback=True)
         both = torch.tensor([expected(handle), measured(handle, model)])
         if method is not None:  # small matrices have few chunks, which some ranks own
             dist.all_reduce(both)
         told, sent = both.tolist()
         assert abs(told - sent) <= within * sent, (method, told, sent)
-    model = DDP(mlp())
+    model = DDP(net())
     handle = gw.attach(model, algorithm="hierarchical")
     if rank == 0:
         assert "algorithm: hierarchical" in str(handle)
@@ -114,8 +113,8 @@ def test_on_ddp(rank: int) -> None:
 def test_on_fsdp(rank: int) -> None:
     def sharded() -> nn.Module:
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # one that nothing has used
-        model = mlp(401)  # shards of varied lengths
-        model[3].weight.requires_grad_(False)
+        model = net(401)  # shards of varied lengths
+        model[4].weight.requires_grad_(False)
         for layer in (model[0], model):
             fully_shard(layer, mesh=mesh)
         return model
@@ -150,14 +149,14 @@ def test_doubles(rank: int) -> None:
     """No codec takes them, be it as weights or as gradients."""
     for held, reduced in (("float64", None), ("float64", "float32"), ("float32", "float64")):
         policy = MixedPrecisionPolicy(reduce_dtype=reduced and getattr(torch, reduced))
-        model = fully_shard(mlp().to(getattr(torch, held)), mp_policy=policy)
+        model = fully_shard(net().to(getattr(torch, held)), mp_policy=policy)
         handle = gw.attach(model, bits=4)
         said = "uncompressed, since codecs take float32, float16 and bfloat16 alone: 6 parameters"
         assert f"{said} in torch.float64" in str(handle)
         backward(model, torch.ones(4, 20, dtype=getattr(torch, held)))
         assert 0.7 < handle.stats()["ratio"] < 1.4  # shards differ
         handle.detach()
-    assert "uncompressed, since" not in str(gw.attach(DDP(mlp())))
+    assert "uncompressed, since" not in str(gw.attach(DDP(net())))
 
 
 @on(4)
@@ -176,7 +175,7 @@ def test_sparse(rank: int) -> None:
     """It expects what is sent during warm-up, too."""
     sent = {}
     for method in ("lwtopk:density=0.05", "dgc:density=0.1:warmup=1"):
-        model = DDP(mlp(60))
+        model = DDP(net(60))
         handle = gw.attach(model, method)
         for number in range(2):
             said, before = expected(handle), handle.stats()["wire_bytes"]

@@ -34,10 +34,6 @@ def step(model: nn.Module, number: int) -> None:
     train(model, range(number, number + 1))
 
 
-def replicas_agree(model: nn.Module) -> None:
-    assert same_everywhere(flat(model))
-
-
 def until_in_force(model: nn.Module, update: Any, number: int) -> int:
     """Train until a plan is in force; the number of the next step."""
     end = time.monotonic() + 60
@@ -76,7 +72,7 @@ def test_every_argument_can_change(rank: int) -> None:
         for name, text in expected.items():
             assert how[name].startswith(text), (how, expected)
             assert handle.state_dict()["parameters"][name]["codec"] == how[name]
-        replicas_agree(model)
+        assert same_everywhere(flat(model))
     assert handle.plan.options.algorithm == "ring"
 
 
@@ -107,7 +103,7 @@ def test_a_pass_has_one_plan(rank: int, in_order: bool, monkeypatch: pytest.Monk
     assert len(set(versions)) > 1
     assert all(one == found[0] for one in found), found
     assert found[0] == sorted(found[0])
-    replicas_agree(model)
+    assert same_everywhere(flat(model))
 
 
 def test_residuals_survive(rank: int) -> None:
@@ -156,7 +152,7 @@ def test_unlike_updates_are_named(rank: int) -> None:
     assert handle.plan.parameters[0].codec == gw.QSGD(bits=4)
     until_in_force(model, handle.update(bits=8), 9)
     assert handle.plan.parameters[0].codec == gw.QSGD(bits=8)
-    replicas_agree(model)
+    assert same_everywhere(flat(model))
 
 
 def test_updates_of_what_is_gone_are_refused(rank: int) -> None:
