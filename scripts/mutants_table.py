@@ -392,7 +392,7 @@ MUTANTS = (
         "gradwire/lang/emit/lowrank.c",
         "if (all[at].kept) keep_basis(&all[at]);\n        else",
         "if (!all[at].kept)",
-        ("tests/aggregators/test_references.py",),
+        ("tests/aggregators/test_dense_aggregators.py",),
     ),
     Mutant(
         "topkc_selects_by_local_norms", "ranks add up different chunks",

@@ -50,7 +50,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "controllers":    ( 2558, 27,  0, "errors lang codecs aggregators planner"),
     "decide":         ( 1470, 20,  0, "..controllers"),
     "state":          (  866,  6,  0, "..controllers"),
-    "handles":        ( 7005, 47,  7, "..state"),
+    "handles":        ( 7005, 47,  8, "..state"),
     "backend":        ( 1246,  6,  2, "..handles"),
     "trainers":       ( 1026, 11,  0, "..handles"),
     "flexible":       (  550,  5,  0, "..handles"),

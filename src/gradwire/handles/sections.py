@@ -4,7 +4,7 @@ policy       what it remembers, and the methods that it chose: rank 0's (decide/
 sharding     how FSDP2 shards the module
 steps        steps, seed and facts of parameters; equal on all ranks
 aggregators  the tensors of each parameter's method, which declares how ranks share them
-levels       learned ones; equal on all ranks (scatters.py)
+levels       learned ones; equal on all ranks (learning.py)
 weights      with keep="reference", each rank's shards of the reference (gathered.py)
 """
 
