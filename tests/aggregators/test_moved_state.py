@@ -137,13 +137,6 @@ class Rank(Saved):
 OWED = ("residual", "owed")
 
 
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def states_after(case: str, ranks: int, steps: int = 3) -> list[dict[str, Any]]:
     def body(comm: Communicator) -> dict[str, Any]:
         mine = Rank(comm, case)
@@ -179,9 +172,11 @@ def test_a_state_moves(case: str, moves: tuple[int, ...]) -> None:
         first = Rank(comm, case)
         first.train(0, 3)
         state = first.state_dict()
-        filed = through_a_file(state)
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
         expected, end = first.train(3, 6), first.state_dict()
-        for given in (state, state, filed):
+        for given in (state, state, torch.load(file)):
             again = Rank(comm, case)
             again.train(0, 1)  # its state is replaced
             again.load_state_dict(given)

@@ -100,13 +100,9 @@ def test_wrapped_modules_are_found(rank: int, what: str) -> None:
     assert planned["0.weight"] == "dense", what
     train(model, range(2))
     assert handle.stats()["wire_bytes"] > 0, what
-    assert list(handle.state_dict()["steps"].values()) == [2 + s for s in _first(handle)], what
+    # They count from a number of the handle's own.
+    assert {step % (1 << 32) for step in handle.state_dict()["steps"].values()} == {2}, what
     handle.detach()
-
-
-def _first(handle: Any) -> list[int]:
-    """Steps count from a number of the handle's own."""
-    return [step >> 32 << 32 for step in handle.state_dict()["steps"].values()]
 
 
 def test_compiling_changes_no_gradient(rank: int) -> None:

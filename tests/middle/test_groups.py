@@ -43,23 +43,19 @@ def test_a_fork_before_the_first_use_is_no_matter(rank: int) -> None:
 
 def test_two_groups_in_opposite_orders(rank: int) -> None:
     for cold in (True, False):
-        in_opposite_orders(rank, cold)
-
-
-def in_opposite_orders(rank: int, cold: bool) -> None:
-    a, b = dist.new_group(timeout=LIMIT), dist.new_group(timeout=LIMIT)
-    if not cold:
-        for group in (a, b):
-            gw.all_reduce(torch.ones(10), "identity", group=group)
-    for step in range(20):
-        values = {a: torch.full((1000,), float(rank)), b: torch.full((3000,), float(rank))}
-        futures = [
-            gw.all_reduce(values[group], "identity", group=group, step=step, async_op=True)
-            for group in ((a, b) if rank == 0 else (b, a))
-        ]
-        for future in futures:
-            assert future is not None
-            assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
+        a, b = dist.new_group(timeout=LIMIT), dist.new_group(timeout=LIMIT)
+        if not cold:
+            for group in (a, b):
+                gw.all_reduce(torch.ones(10), "identity", group=group)
+        for step in range(20):
+            values = {a: torch.full((1000,), float(rank)), b: torch.full((3000,), float(rank))}
+            futures = [
+                gw.all_reduce(values[group], "identity", group=group, step=step, async_op=True)
+                for group in ((a, b) if rank == 0 else (b, a))
+            ]
+            for future in futures:
+                assert future is not None
+                assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
 
 
 def test_threads_call_on_two_groups(rank: int) -> None:

@@ -1,7 +1,7 @@
 """Of `gradwire.decide`: what its page does not export, and tests use."""
 
 from gradwire.controllers.replan import CHECKS
-from gradwire.controllers.targets import policy_of, targets_of
+from gradwire.controllers.targets import targets_of
 from gradwire.decide import auto, tables
 from gradwire.decide.auto import Automatic, worth
 from gradwire.decide.policy import Adaptation
@@ -9,7 +9,6 @@ from gradwire.decide.scripts import (
     UNTIMED,
     Make,
     NextWindow,
-    Pass,
     Passes,
     Runner,
     Script,
