@@ -1,11 +1,49 @@
-"""scripts/suite.py: failed tests run once more, alone."""
+"""The tests' own tools: samples of products that `make test` runs cover every value, and the
+promised pairs; failed tests run once more, alone (scripts/suite.py); and workers do not meet on the
+network, where what needs the host's can return."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from products import every_pair, in_turn
+
+
+def kept(cases: list[Any]) -> list[tuple[Any, ...]]:
+    return [case.values for case in cases if not case.marks]
+
+
+def test_every_pair_meets_in_few_cases() -> None:
+    for sizes in ((11, 5, 6), (22, 3, 7), (9, 3, 6, 2), (3, 4), (1, 1, 1)):
+        letters = zip("abcd", sizes, strict=False)
+        axes = [[f"{name}{i}" for i in range(size)] for name, size in letters]
+        cases = every_pair(*axes)
+        assert [case.values for case in cases] == list(product(*axes))
+        met = {pair for case in kept(cases) for pair in combinations(case, 2)}
+        assert met == {pair for a, b in combinations(axes, 2) for pair in product(a, b)}
+        assert len(kept(cases)) == max(len(a) * len(b) for a, b in combinations(axes, 2))
+
+
+def test_what_always_runs_counts_as_met() -> None:
+    cases = every_pair(range(22), range(3), range(7), always=lambda a, b, c: b == 0)
+    assert len(kept(cases)) == 22 * 7 + 22 * 2
+    assert {(a, c) for a, b, c in kept(cases) if b == 0} == set(product(range(22), range(7)))
+
+
+def test_values_of_the_second_axis_take_turns() -> None:
+    assert kept(in_turn("abc", [0, 1])) == [("a", 0), ("b", 1), ("c", 0)]
+    cases = in_turn("abc", [0, 1, 2], always=1)
+    assert kept(cases) == [("a", 0), ("a", 1), ("b", 0), ("b", 2), ("c", 0), ("c", 1)]
+    assert [case.values for case in cases] == list(product("abc", [0, 1, 2]))
+
 
 SUITE = Path(__file__).parents[1] / "scripts" / "suite.py"
 TESTS = """
@@ -57,3 +95,39 @@ def test_many_failures_fail_at_once(tmp_path: Path) -> None:
     assert code == 1
     assert "12 tests failed; up to 10 would run once more" in said
     assert "flaky" not in said
+
+
+SCRIPT = """
+import socket, sys, threading
+from loopback import host_network, own_loopback
+
+def reaches(port):
+    with socket.socket() as s:
+        s.settimeout(5)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+port = int(sys.argv[1])
+before = reaches(port)
+own_loopback()
+with socket.create_server(("127.0.0.1", port)) as server:  # the host has a listener there, too
+    inside = []
+    thread = threading.Thread(target=lambda: inside.append(reaches(port)))
+    thread.start()
+    thread.join()
+    server.settimeout(5)
+    server.accept()[0].close()
+with host_network():
+    outside = reaches(port)
+print(before, inside[0], reaches(port), outside)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: a worker has no network of its own")
+def test_a_worker_has_loopback_for_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, port], capture_output=True, text=True, check=False,
+            timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        )  # fmt: skip
+    assert done.stdout.split() == ["True", "True", "False", "True"], done.stderr

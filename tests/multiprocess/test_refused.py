@@ -280,6 +280,7 @@ def test_update(rank: int, sharded: bool) -> None:
         error = caught(lambda given=given: handle.update(**given).wait())  # type: ignore[misc]
         (told,) = (one for one in steps() if one is not None)
         assert f"rank {REFUSING} has 'refused: " in str(told), told
+        assert "has 'accepted'" in str(told), told
         assert isinstance(error, gw.ConfigError), error
         assert (error is told) == (rank != REFUSING), error
     refuses("bits", lambda: handle.update(bits=99))

@@ -112,6 +112,27 @@ def test_training_goes_on_after_an_exception(rank: int) -> None:
         refuses("was detached", handle.recover)
 
 
+@on(2)
+def test_every_step_after_an_exception_raises(rank: int) -> None:
+    """Until `recover`: FSDP2 itself leaves out gradients that it has not reduced then."""
+    model = by_layer(Acts())
+    handle = gw.attach(model, **OPTIONS)
+    loss(model, 0).backward()
+    assert isinstance(caught(loss(model, 0, True).backward), ValueError)
+    for recovered in (2, 0):
+        error = caught(loss(model, 0).backward)
+        assert isinstance(error, gw.TransportError), error
+        assert "reset_iter_state() and the handle's recover()" in str(error)
+        if rank == recovered:  # the other one is as it was
+            model.reset_iter_state()
+        refuses("call the root module's reset_iter_state() first", handle.recover)
+    model.reset_iter_state()
+    handle.recover()
+    loss(model, 0).backward()
+    assert handle.stats()["steps"] == 1
+    handle.detach()
+
+
 def test_passes_outside_autograd_are_passes(rank: int) -> None:
     """Pipeline schedules run backward without reductions, and reduce behind it."""
     model = by_layer(Acts())

@@ -9,7 +9,6 @@ from gradwire.decide.scripts import (
     UNTIMED,
     Make,
     NextWindow,
-    Pass,
     Passes,
     Runner,
     Script,

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.backend.settings import Settings
 from gradwire.errors import ConfigError
+from gradwire.handles.backward import ModuleHook
 from gradwire.handles.ddp import Planned, plan_ddp
 from gradwire.handles.fsdp import process_groups, reduced_over
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
-from gradwire.handles.module_hook import ModuleHook
 from gradwire.handles.sharded_attach import plan_sharded
 from gradwire.handles.sharded_plan import is_attached, not_free
 from gradwire.lang import gpu

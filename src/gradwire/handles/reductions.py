@@ -195,6 +195,10 @@ class Reductions:
         for owner in owners:
             owner.comm.fail_owner(owner, known or self.early_end(owner, what))
 
+    def unrecovered(self) -> str:
+        """What has to be done before `Handle.recover`, if anything."""
+        return ""
+
     def early_end(self, owner: Owner, what: str) -> TransportError:
         """The error for peers, where backward or forward ended with an exception."""
         rank = owner.comm.rank
@@ -232,9 +236,7 @@ class Reductions:
     def remade(self, plan: Plan, rules: Rules) -> Plan:
         """`plan` with other rules; raises ConfigError if there is none."""
         made = self.planned(plan, rules)
-        warn_of_bias(
-            made, self.ranks, "handle.update"
-        )  # a warning may be an error: then nothing changes
+        warn_of_bias(made, self.ranks, "handle.update")  # it may be an error: nothing changes then
         return made
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:

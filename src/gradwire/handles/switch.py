@@ -34,6 +34,7 @@ from gradwire.waiting import result_of, until_done
 log = logging.getLogger("gradwire")
 
 _WHAT = "an update of the plan"
+_TAKEN = "accepted"  # else the line that another rank shows beside a refusal is the plan's
 MOST_VERSIONS = 1 << 16  # the range of the version in a message header
 
 
@@ -196,7 +197,7 @@ class Switch:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
         self.check()
         name = f"plan {plan.version}"
-        self._agree(name, plan.describe())
+        self._agree(name, [_TAKEN, *plan.describe()])
         # An error on one rank must reach all ranks before any of them continues.
         programs: Sequence[ScopeProgram] = ()
         verdict = "rehearsed"

@@ -22,9 +22,9 @@ from typing import Any
 
 from gradwire.engine import Communicator, run_with_peers
 from gradwire.errors import ConfigError
+from gradwire.planner.files import write_whole
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
-from gradwire.planner.whole import write_whole
 
 SECONDS = 5.0
 MOST_SECONDS = 600.0

@@ -1,10 +1,17 @@
-"""`handle.summary()`: what is attached, before the first step and after, on one rank alone."""
+"""What a handle tells: `summary()`, before the first step and after, on one rank alone; and
+`stats()`: calls, and the seconds that communication adds to backward. These are bounded by sleeps
+whose place in the other rank's order is known: the bounds hold however slow the machine is.
+"""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +23,11 @@ import gradwire as gw
 from gradwire.aggregators import Compressed, Dense, PowerSGD
 from ranks import on
 from rooms.handles import short
-from training import backward
+from training import Acts, backward, mlp, nothing
 
 
-def mlp(width: int = 400) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 30), nn.Linear(30, 30))
+def net(width: int = 400) -> nn.Sequential:
+    return mlp(20, width, 30, 30)
 
 
 def step(model: nn.Module) -> None:
@@ -52,7 +58,7 @@ def measured(handle: Any, model: nn.Module) -> int:
 def alone(rank: int, make: Any) -> Any:
     """The handle; one rank prints it before the others have come to anything."""
     model = make()
-    handle = gw.attach(model, bits=4, error_feedback=True, codecs={"3.weight": "terngrad"})
+    handle = gw.attach(model, bits=4, error_feedback=True, codecs={"4.weight": "terngrad"})
     if rank == 0:  # the others wait for this rank by now: asking them would be a hang
         text = str(handle)
         assert "transport: not known before the first step" in text
@@ -65,7 +71,7 @@ def alone(rank: int, make: Any) -> Any:
 @on(2, exhaustive=True)
 def test_on_ddp(rank: int) -> None:
     ranks = dist.get_world_size()
-    model, handle = alone(rank, lambda: DDP(mlp()))
+    model, handle = alone(rank, lambda: DDP(net()))
     text = handle.summary()
     numel = sum(p.numel() for p in model.parameters())
     assert repr(handle) == text.splitlines()[0]
@@ -88,14 +94,14 @@ def test_on_ddp(rank: int) -> None:
 
     methods = [(None, 0.0), ("powersgd:rank=2", 0.1), ("topk:density=0.1", 0.05)]
     for method, within in methods if ranks == 2 else methods[:2]:
-        model = DDP(mlp())
+        model = DDP(net())
         handle = gw.attach(model, method, error_feedback=True)
         both = torch.tensor([expected(handle), measured(handle, model)])
         if method is not None:  # small matrices have few chunks, which some ranks own
             dist.all_reduce(both)
         told, sent = both.tolist()
         assert abs(told - sent) <= within * sent, (method, told, sent)
-    model = DDP(mlp())
+    model = DDP(net())
     handle = gw.attach(model, algorithm="hierarchical")
     if rank == 0:
         assert "algorithm: hierarchical" in str(handle)
@@ -107,8 +113,8 @@ def test_on_ddp(rank: int) -> None:
 def test_on_fsdp(rank: int) -> None:
     def sharded() -> nn.Module:
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # one that nothing has used
-        model = mlp(401)  # shards of varied lengths
-        model[3].weight.requires_grad_(False)
+        model = net(401)  # shards of varied lengths
+        model[4].weight.requires_grad_(False)
         for layer in (model[0], model):
             fully_shard(layer, mesh=mesh)
         return model
@@ -143,14 +149,14 @@ def test_doubles(rank: int) -> None:
     """No codec takes them, be it as weights or as gradients."""
     for held, reduced in (("float64", None), ("float64", "float32"), ("float32", "float64")):
         policy = MixedPrecisionPolicy(reduce_dtype=reduced and getattr(torch, reduced))
-        model = fully_shard(mlp().to(getattr(torch, held)), mp_policy=policy)
+        model = fully_shard(net().to(getattr(torch, held)), mp_policy=policy)
         handle = gw.attach(model, bits=4)
         said = "uncompressed, since codecs take float32, float16 and bfloat16 alone: 6 parameters"
         assert f"{said} in torch.float64" in str(handle)
         backward(model, torch.ones(4, 20, dtype=getattr(torch, held)))
         assert 0.7 < handle.stats()["ratio"] < 1.4  # shards differ
         handle.detach()
-    assert "uncompressed, since" not in str(gw.attach(DDP(mlp())))
+    assert "uncompressed, since" not in str(gw.attach(DDP(net())))
 
 
 @on(4)
@@ -169,7 +175,7 @@ def test_sparse(rank: int) -> None:
     """It expects what is sent during warm-up, too."""
     sent = {}
     for method in ("lwtopk:density=0.05", "dgc:density=0.1:warmup=1"):
-        model = DDP(mlp(60))
+        model = DDP(net(60))
         handle = gw.attach(model, method)
         for number in range(2):
             said, before = expected(handle), handle.stats()["wire_bytes"]
@@ -187,3 +193,125 @@ def test_codecs_are_written_as_users_write_them() -> None:
     assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
     assert short(Compressed(gw.Identity())) == "identity"
     assert short(Dense()) == "none"
+
+
+LATE_S = 0.3
+
+
+def late() -> None:
+    time.sleep(LATE_S)
+
+
+def timed_step(model: nn.Module) -> float:
+    """Seconds of its backward."""
+    model.zero_grad()
+    loss = model(torch.ones(4, 20)).square().mean()
+    dist.barrier()
+    begun = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - begun
+
+
+def exposed(handle: Any, model: nn.Module) -> tuple[float, float]:
+    """Of a timed_step: (exposed, whole backward)."""
+    before = handle.stats()["exposed_seconds"]
+    whole = timed_step(model)
+    return handle.stats()["exposed_seconds"] - before, whole
+
+
+def tells(what: str) -> Callable[[], None]:
+    """Tells rank 1 that rank 0 waits."""
+    store = dist.distributed_c10d._get_default_store()
+    return lambda: store.set(what, b"")
+
+
+def late_once_told(what: str) -> Callable[[], None]:
+    store = dist.distributed_c10d._get_default_store().clone()
+
+    def act() -> None:
+        store.wait([what])
+        late()
+
+    return act
+
+
+def test_seconds_under_ddp(rank: int) -> None:
+    bare = Acts()
+    model = DDP(bare, bucket_cap_mb=0.02)  # a bucket for each layer
+    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    assert handle.stats()["calls"] == handle.stats()["exposed_seconds"] == 0
+    for _ in range(3):
+        timed_step(model)
+    calls = handle.stats()["calls"]
+    with model.no_sync():
+        timed_step(model)
+    assert handle.stats()["calls"] == calls  # nothing was averaged
+    timed_step(model)
+    stats = handle.stats()
+    assert stats["calls"] == calls + 2
+    assert stats["exposed_seconds"] > 0
+    assert stats["kernel_seconds"] > 0
+
+    # The other rank is late with all of its buckets: this one has computed all, and waits.
+    if rank == 0:
+        buckets, settle, tell = handle._reductions, handle._reductions._settle, tells("ddp waits")
+
+        def spied() -> None:
+            waits = SimpleNamespace(wait=lambda *_: tell() or True)
+            buckets._pending.insert(0, SimpleNamespace(ended=waits, future=waits))
+            settle()
+
+        buckets._settle = spied
+        waited, whole = exposed(handle, model)
+        buckets._settle = settle
+        assert LATE_S <= waited <= whole
+    else:
+        bare.behind = late_once_told("ddp waits")
+        waited, whole = exposed(handle, model)
+        assert waited <= whole - LATE_S
+    # A pause of one's own is not exposed.
+    bare.behind, bare.between = nothing, late
+    waited, whole = exposed(handle, model)
+    assert 0 < waited <= whole - LATE_S
+
+
+def test_seconds_under_fsdp2(rank: int) -> None:
+    model = Acts()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.first, model.second, model):
+        # else gathers of weights, which are torch's, would wait for the late rank
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    handle = gw.attach(model, bits=4)
+    assert handle.stats()["steps"] == handle.stats()["calls"] == 0
+    for _ in range(3):
+        timed_step(model)
+    stats = handle.stats()
+    assert (stats["steps"], stats["calls"]) == (3, 6)
+    assert stats["exposed_seconds"] >= stats["seconds"] > 0
+    if rank == 0:
+        owner, tell = handle._reductions.owner, tells("fsdp waits")
+        ticket = owner.ticket
+
+        def spied(version: int) -> Any:
+            tell()
+            return ticket(version)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, "ticket", spied)
+            waited, whole = exposed(handle, model)
+        assert LATE_S <= waited <= whole
+    else:
+        model.behind = late_once_told("fsdp waits")
+        waited, whole = exposed(handle, model)
+        assert waited <= whole - LATE_S
+
+
+def test_each_round_is_a_call(rank: int) -> None:
+    model = DDP(nn.Linear(40, 60))
+    handle = gw.attach(model, "powersgd", rank=2)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 40)).square().mean().backward()
+    stats = handle.stats()
+    # two rounds of one scope: P with the bias, and Q
+    assert stats["calls"] == 2 * stats["steps"] == 6
