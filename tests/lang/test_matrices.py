@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import MATRICES, Residual
+from other_codecs import MATRICES, Residual
 from test_verify import misplaced
 
 from codec_calls import SUMS, call, gradient, round_trip

@@ -6,11 +6,11 @@ import re
 from itertools import product
 from typing import Any
 
-import programs
+import other_codecs
 import pytest
 import torch
 import triton_checks
-from programs import ODD, SELECTIONS, Looked, Odd, Stages
+from other_codecs import ODD, SELECTIONS, Looked, Odd, Stages
 
 from codec_calls import DTYPES, call, differing, fixed, gradient, ragged_sizes, round_trip, table
 from gradwire.codecs import AdaComp, Codec, ThreeLC, TopK
@@ -91,7 +91,7 @@ def test_many_small_rows_are_selected_independently() -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", one_in(2, [programs.Everywhere(100), programs.Decoded(100)]), ids=repr
+    "codec", one_in(2, [other_codecs.Everywhere(100), other_codecs.Decoded(100)]), ids=repr
 )
 def test_200_operators_with_shared_operands(codec: Codec) -> None:
     values = gradient(100)
@@ -104,7 +104,9 @@ def test_200_operators_with_shared_operands(codec: Codec) -> None:
     assert len(repr(ir.alu("add", ir.const(1.0), ir.const(2.0)))) < 200
 
 
-@pytest.mark.parametrize("codec", [programs.Decoded(1000), programs.Matrices(1000)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [other_codecs.Decoded(1000), other_codecs.Matrices(1000)], ids=repr
+)
 def test_2000_operators(codec: Codec) -> None:
     payload = encode(codec, torch.ones(70), target="eager")
     assert torch.isfinite(decode(codec, payload, 70, target="eager")).all()
@@ -163,7 +165,7 @@ def test_a_where_of_constants_has_a_known_range() -> None:
 def test_every_draw_has_its_own_stream() -> None:
     roots = forms.derive(Odd(), "fp32").programs["encode"].roots
     assert sorted(n.attr.number for n in ir.walk(roots) if n.op == "random") == [0, 1]
-    roots = forms.derive(programs.SharedNoise(), "fp32").programs["encode_ef"].roots
+    roots = forms.derive(other_codecs.SharedNoise(), "fp32").programs["encode_ef"].roots
     (stream,) = {n.attr for n in ir.walk(roots) if n.op == "random"}  # both sides draw the same
     assert stream.shared
 

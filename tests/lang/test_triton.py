@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import triton_checks
-from programs import ODD, SELECTIONS, Kept, ManyBlocks, Trits
+from other_codecs import ODD, SELECTIONS, Kept, ManyBlocks, Trits
 from test_float8 import Stored, borders
 from test_targets import NON_FINITE, SPECIAL
 
