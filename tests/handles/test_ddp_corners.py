@@ -25,6 +25,7 @@ from ends import ends
 from gradwire.aggregators import Observation, Rounds
 from leftovers import until
 from ranks import caught, refuses
+from rooms.handles import hook_state
 from training import Acts, nothing
 
 pytestmark = pytest.mark.multiprocess
@@ -104,7 +105,9 @@ def test_a_returned_parameter_keeps_no_hook(rank: int) -> None:
 
 
 def test_a_handle_stays_where_it_is(rank: int) -> None:
-    handle = gw.attach(DDP(net()))
+    model = DDP(net())
+    handle = gw.attach(model)
+    refuses("detach", lambda: gw.attach(model))
     for of in (copy.deepcopy, pickle.dumps, lambda h: torch.save(h, io.BytesIO())):
         refuses("save its state_dict()", lambda of=of: of(handle))
     handle.detach()
@@ -302,6 +305,8 @@ def test_after_an_error_the_error_comes_again(rank: int) -> None:
     layers.between = nothing
     if rank == 0:
         assert isinstance(error, ValueError)
+        handle.detach()
+        assert hook_state(model).reducer is None
         return  # its reducer has not finished, as without gradwire
     for again in (error, caught(lambda: pass_of(model))):
         assert isinstance(again, gw.TransportError)

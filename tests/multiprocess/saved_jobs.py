@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from adaptive_model import layers, model_of
-from sharded_model import digest, owed, own_mesh, sharded
+from scenario import digest, layers, model_of, owed, own_mesh, sharded
 from test_automatic import clocked, how
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -213,6 +212,9 @@ class Job:
         said = [str(one.message) for one in warned]
         if way == "rank 0" and self.handle.world_size == 3 and self.kind != "automatic":
             assert any("residuals start at zero" in one for one in said), (self.kind, said)
+        if drops and way != "rank 0":
+            assert any("are dropped" in one for one in said), (self.kind, way, said)
+            assert not self.handle.state_dict()["aggregators"]
         assert_loaded(self, full, drops or way == "rank 0")
 
     def _load(self, way: str, folder: Path) -> None:

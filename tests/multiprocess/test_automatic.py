@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_model import unlike
+from scenario import unlike
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import FOUR, methods, model_of, steps
+from scenario import FOUR, methods, model_of, passes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -176,7 +176,7 @@ def decides(group: Any, fails: Failing, kind: str, where: type, method: str) -> 
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(where, method, fails_there)
         try:
-            steps(model, 0, 1_000_000)
+            passes(model, 0, 1_000_000)
         finally:
             assert methods(handle) == uniform
             assert handle.plan.version == 0
@@ -365,10 +365,10 @@ def test_a_death_is_named_in_other_groups() -> None:
 Waiting = tuple[Callable[[], Any], Callable[[], object]]
 
 
-def a_backward(group: Any) -> Waiting:
-    module = ddp_over(group)
+def a_backward(group: Any, wrap: Callable[..., Any]) -> Waiting:
+    module = wrap(group, nn.Linear(64, 64))
     handle = gw.attach(module)
-    backward = module(torch.ones(4, 100)).sum().backward
+    backward = module(torch.ones(4, 64)).sum().backward
     return backward, lambda kept=module: handle._reductions.owner.awaited_by
 
 
@@ -376,13 +376,6 @@ def a_gather(group: Any) -> Waiting:
     module = sharded_over(group)
     handle = gw.attach(module, weights="randomshift:bits=8")
     return partial(module, torch.ones(4, 64)), lambda: handle._reductions.weights.owner.awaited_by
-
-
-def a_scatter(group: Any) -> Waiting:
-    module = sharded_over(group)
-    handle = gw.attach(module)
-    backward = module(torch.ones(4, 64)).sum().backward
-    return backward, lambda kept=module: handle._reductions.owner.awaited_by
 
 
 def a_collective(group: Any) -> Waiting:
@@ -405,7 +398,8 @@ def a_measurement(group: Any) -> Waiting:
 
 
 WAITS: list[Callable[[Any], Waiting]] = [
-    a_backward, a_gather, a_scatter, a_collective, an_agreement, a_measurement,
+    partial(a_backward, wrap=ddp_over), partial(a_backward, wrap=sharded_over), a_gather,
+    a_collective, an_agreement, a_measurement,
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ tests/multiprocess/test_faults.py has ranks that die.
 from __future__ import annotations
 
 import torch
-from sharded_model import by_layer
+from scenario import by_layer
 from torch import nn
 
 import gradwire as gw

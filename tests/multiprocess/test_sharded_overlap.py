@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_model import by_layer
+from scenario import by_layer
 from torch import nn
 
 import gradwire as gw
