@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import QSGD, Codec, Identity, TernGrad
-from gradwire.codecs import TopK
+from gradwire import QSGD, Codec
+from gradwire.codecs import Identity, TernGrad, TopK
 from gradwire.lang import layout
 from gradwire.partition import SEGMENT_BYTES, Partition, Spec, partition
 from rooms.engine import ALIGNMENT, align

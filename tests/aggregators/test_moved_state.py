@@ -117,10 +117,10 @@ class Rank(Saved):
         super().__init__(members, 0, comm.rank, comm.world_size, None)  # type: ignore[arg-type]
         self.comm = comm
 
-    def takes_any_plan(self) -> bool:
+    def _takes_any_plan(self) -> bool:
         return False
 
-    def sections(self) -> list[StateSection]:
+    def _sections(self) -> list[StateSection]:
         seeded = partial(setattr, self, "_seed")
         return [
             steps_section(self._members, lambda: self.plan, self._seed, seeded),

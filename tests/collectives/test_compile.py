@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gradwire import QSGD, Identity, Options, TernGrad
+from gradwire import QSGD, Options
+from gradwire.codecs import Identity, TernGrad
 from gradwire.collectives import Operation
 from gradwire.engine import HEADER_BYTES, Kind
 from gradwire.lang import layout

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fifo import FifoHub
-from gradwire import QSGD, Codec, Identity, Options
-from gradwire.codecs import OneBit, TopK
+from gradwire import QSGD, Codec, Options
+from gradwire.codecs import Identity, OneBit, TopK
 from gradwire.collectives import prepare
 from gradwire.engine import Communicator
 from gradwire.partition import Spec

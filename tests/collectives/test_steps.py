@@ -36,13 +36,13 @@ def test_without_a_step_each_call_draws_its_own(verb: str) -> None:
 def test_a_restarted_run_draws_what_an_uninterrupted_one_does() -> None:
     def body(comm: Communicator) -> tuple[list[torch.Tensor], dict[str, int]]:
         drawn = [called(comm, "all_reduce"), called(comm, "all_gather")]
-        state = gw.state_dict(comm)
+        state = gw.collectives.state_dict(comm)
         return [*drawn, called(comm, "all_reduce"), called(comm, "reduce_scatter")], state
 
     whole = as_threads(2, body)
 
     def resumed(comm: Communicator) -> list[torch.Tensor]:
-        gw.load_state_dict(whole[comm.rank][1], comm)
+        gw.collectives.load_state_dict(whole[comm.rank][1], comm)
         return [called(comm, "all_reduce"), called(comm, "reduce_scatter")]
 
     for (drawn, state), again in zip(whole, as_threads(2, resumed), strict=True):

@@ -117,7 +117,7 @@ MISTAKES: list[tuple[Call, str]] = [
     *((on(gw.all_reduce, X(3), step=step), "step is") for step in (-1, 1.0, True, 1 << 62, "one")),
     *((on(gw.all_reduce, X(3), seed=seed), "seed=") for seed in (-5, "a")),
     *(
-        (on(gw.load_state_dict, state), "gradwire.state_dict()")
+        (on(gw.collectives.load_state_dict, state), "gradwire.state_dict()")
         for state in (
             {},
             {"calls": -1},

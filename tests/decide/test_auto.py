@@ -13,7 +13,7 @@ from gradwire.planner import Plan
 from ranks import refuses
 from rooms.decide import UNTIMED, Automatic, worth
 
-QUICK = gw.Auto(trial=2, watch=6, replan=gw.Replan(every=4, average=2, share=1.0))
+QUICK = gw.Auto(trial=2, watch=6, policy=gw.Replan(every=4, average=2, share=1.0))
 TRIAL = 4 + 2 * 3 * (UNTIMED + 2) + 4  # passes at most, until its best candidate is in force
 
 
@@ -197,7 +197,6 @@ def test_what_automatic_mode_does_not_take_is_named() -> None:
         ("lgrecco", {"policy": "lgrecco"}),
         ("policy=5: give a policy", {"policy": 5}),
         ("leave the policy's budget out", {"policy": "lgreco:budget=qsgd:bits=4"}),
-        ("replan has mixed=True", {"replan": gw.Replan(mixed=True)}),
-        ("replan=None: give gw.Replan", {"replan": None}),
+        ("policy has mixed=True", {"policy": gw.Replan(mixed=True)}),
     ):
         refuses(said, lambda given=given: gw.Auto(**given))  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def test_each_window_has_its_passes_and_no_other() -> None:
 
 def test_a_policys_budget_is_the_codec() -> None:
     model = torch.nn.Linear(64, 64)
-    for policy in (gw.LGreco(budget="qsgd:bits=5"), "lgreco:budget=qsgd:bits=5"):
+    for policy in (gw.controllers.LGreco(budget="qsgd:bits=5"), "lgreco:budget=qsgd:bits=5"):
         handle = gw.attach(model, policy=policy)  # type: ignore[arg-type]
         assert handle.plan.rules == gw.attach(model, "qsgd:bits=5").plan.rules
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import QSGD, Codec, CodecError, Identity, Options
+from gradwire import QSGD, Codec, CodecError, Options
 from gradwire.algorithms import REGISTRY
-from gradwire.codecs import TopK
+from gradwire.codecs import Identity, TopK
 from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator, Graph, Issue, Outcome
 from gradwire.lang import Kernels, rng

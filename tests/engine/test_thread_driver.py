@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
+from gradwire import ConfigError, Options, TransportError, all_reduce
+from gradwire.codecs import Identity
 from gradwire.collectives import Item, ScopeProgram, prepare
 from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng

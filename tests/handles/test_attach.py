@@ -98,7 +98,7 @@ def test_static_graph_of_several_buckets(rank: int) -> None:
     """DDP gives each bucket of its first pass index 0, and is_last() False."""
     for coalesce_bytes in (0, 5000, 1 << 18):  # the first has 3360 bytes, the last 8200
         model, reference = DDP(TwoDtypes(), static_graph=True), DDP(TwoDtypes(), static_graph=True)
-        handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
+        handle = gw.attach(model, codec=None, options=gw.Options(coalesce_bytes=coalesce_bytes))
         for step in range(2):
             for of in (model, reference):
                 of(batch(step)).square().mean().backward()
@@ -129,7 +129,7 @@ def test_skipped_parameters_are_fine(rank: int) -> None:
 
 def test_several_modules_keep_apart(rank: int) -> None:
     first, second, bare = DDP(mlp()), DDP(mlp(56)), DDP(mlp())
-    one, two = gw.attach(first, bits=4), gw.attach(second, bits=8, seed=3)
+    one, two = gw.attach(first, bits=4), gw.attach(second, bits=8, options=gw.Options(seed=3))
     train(bare, range(2))  # law 9: what is not attached is not touched
     assert torch.equal(flat(bare), plain(mlp, range(2)))
     both = list(first.parameters()) + list(second.parameters())
@@ -196,7 +196,7 @@ def test_other_dtypes_go_as_they_are(rank: int) -> None:
     for megabytes, coalesce_bytes in ((25, 1 << 18), (0.0001, 0), (0.0001, 1 << 30), (0.002, 4000)):
         reference = DDP(Mixed(), bucket_cap_mb=megabytes)
         model = DDP(Mixed(), bucket_cap_mb=megabytes)
-        handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
+        handle = gw.attach(model, codec=None, options=gw.Options(coalesce_bytes=coalesce_bytes))
         for step in range(3):
             x = batch(step)
             for each in (reference, model):
@@ -244,7 +244,7 @@ def test_bucketing_changes_nothing(rank: int) -> None:
     ways = ((0.0001, 1 << 18), (0.002, 1 << 18), (0.02, 0), (0.02, 1 << 30), (25, 1 << 18))
     for megabytes, coalesce_bytes in ways:
         model = DDP(mlp(2000), bucket_cap_mb=megabytes)
-        handle = gw.attach(model, bits=4, coalesce_bytes=coalesce_bytes)
+        handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=coalesce_bytes))
         train(model, range(4))
         trained.append(flat(model))
         collectives.append(handle._reductions.owner.core.issued)
@@ -276,7 +276,7 @@ def test_backward_in_pieces(rank: int) -> None:
         for compressed in (False, True):
             model = DDP(Pieces(reentrant), bucket_cap_mb=0.001)
             if compressed:
-                gw.attach(model, codec=None, coalesce_bytes=1 << 30)
+                gw.attach(model, codec=None, options=gw.Options(coalesce_bytes=1 << 30))
             for step in range(3):
                 model.zero_grad()
                 out = model(batch(step).requires_grad_())

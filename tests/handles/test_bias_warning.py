@@ -71,7 +71,7 @@ def test_attaching(rank: int) -> None:
             assert isinstance(caught(lambda handle=handle: handle.update("tbq")), UserWarning)
         assert handle.update(bits=3).version == 1
         handle.detach()
-        assert "(detached)" in handle.summary().splitlines()[0]
+        assert "(detached)" in str(handle).splitlines()[0]
         refuses("detached", lambda handle=handle: handle.update(bits=2))
 
 
@@ -108,7 +108,7 @@ def interpreted_on_one(rank: int, call: Callable[[], Any]) -> tuple[Any, list[st
 
 def test_interpreted(rank: int) -> None:
     """bf16 stands in, on all ranks, for what one rank would interpret."""
-    bf16, dense = gw.Cast("bf16"), None
+    bf16, dense = gw.codecs.Cast("bf16"), None
     eager = {"options": gw.Options(target="eager")} if rank == 1 else {}
     for wrap in (DDP, sharded):
         model = wrap(net())
@@ -121,15 +121,15 @@ def test_interpreted(rank: int) -> None:
         while not update.in_force:  # alike on all ranks, pass by pass
             model(torch.full((3, 20), rank + 1.0)).sum().backward()
         assert [p.codec for p in handle.plan.parameters] == [bf16, dense, bf16, dense]
-        assert handle.summary().splitlines()[2].split()[:4] == ["bf16", "2", "2,000", "16"]
+        assert str(handle).splitlines()[2].split()[:4] == ["bf16", "2", "2,000", "16"]
         for kind, given, codec in (
             (net, {"codec": "topk", "error_feedback": True}, bf16),
             (net, {"codec": None, "codecs": {"0.weight": "onebit"}}, bf16),
             (net, {"policy": "lgreco"}, bf16),
             (lambda: net().half(), {"codec": "qsgd"}, dense),  # which is of 16 bits
-            (net, {"codec": "fp16"}, gw.Cast("fp16")),  # as fast interpreted, or nearly
+            (net, {"codec": "fp16"}, gw.codecs.Cast("fp16")),  # as fast interpreted, or nearly
             (net, {"codec": None}, dense),
-            (net, {"codec": "lowrank"}, gw.LowRank()),
+            (net, {"codec": "lowrank"}, gw.codecs.LowRank()),
             (net, {"codec": "qsgd:block=128", **eager}, gw.QSGD()),  # slow, as it was asked to be
         ):
             model = wrap(kind())
@@ -137,7 +137,7 @@ def test_interpreted(rank: int) -> None:
             p = handle.plan.parameters[0]
             assert p.codec == codec, given
             assert p.feedback == ("error_feedback" in given)
-            assert handle.adaptation is None
+            assert handle._reductions.adaptation is None
             assert len(said) == (codec == bf16 or kind is not net), given
             assert ("no compiled kernels" in str(handle)) == bool(said)
     given = {"codec": None, "weights": {"*.weight": "randomshift:bits=4"}}
@@ -150,7 +150,7 @@ def test_interpreted(rank: int) -> None:
         assert (handle.plan.parameters[0].codec == bf16) == (method != "powersgd") == len(said)
     model = DDP(net())
     handle, (message,) = interpreted_on_one(rank, lambda: gw.attach(model, "auto"))
-    assert handle.automatic is None
+    assert handle._reductions.automatic is None
     with pytest.MonkeyPatch.context() as patch:  # what one rank's environment forbids, all learn
         if rank == 1:
             patch.setenv("GRADWIRE_CACHE", "a/relative/path")
@@ -222,7 +222,7 @@ def test_one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> N
     found = {}
     for kind, made in kinds.items():
         model = DDP(net())
-        handle = gw.attach(model, "dgc", density=0.1, coalesce_bytes=0)
+        handle = gw.attach(model, "dgc", density=0.1, options=gw.Options(coalesce_bytes=0))
         found[kind] = steps(model, made(list(model.parameters())), rank)
         handle.detach()
     assert not _global_optimizer_pre_hooks

@@ -160,7 +160,7 @@ def test_what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
 def test_ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
     """They hold gradients, and copies of them for an observer."""
     model = DDP(net(), bucket_cap_mb=0.0001)
-    handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
+    handle = gw.attach(model, "powersgd:rank=2", options=gw.Options(coalesce_bytes=0))
     stop = handle.observe(lambda _: None)
     gc.collect()
     gc.disable()
@@ -178,7 +178,7 @@ def test_dropped_modules_leave_nothing(rank: int) -> None:
     made: list[weakref.ref[Any]] = []
     for _ in range(3):
         model = DDP(net(), bucket_cap_mb=0.0001)
-        handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
+        handle = gw.attach(model, "powersgd:rank=2", options=gw.Options(coalesce_bytes=0))
         for _ in range(4):
             step(model)
         parts = model, handle, handle._reductions, handle._reductions.owner

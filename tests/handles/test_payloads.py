@@ -19,7 +19,7 @@ TWO = [Piece(None, 0, 5, (5, 5, 1)), Piece(None, 5, 8, (3, 0, 0))]
 def test_all_ranks_shards_come_back_and_padding_is_zero() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         pieces = [*TWO, Piece(None, 8, 10, (2, 2, 2))]
-        codecs = [gw.Identity(), gw.RandomShift(bits=8), gw.Identity()]
+        codecs = [gw.codecs.Identity(), gw.codecs.RandomShift(bits=8), gw.codecs.Identity()]
         payloads = Payloads(pieces, codecs, dtype, CPU)
         for rank, nbytes in enumerate(payloads.nbytes):
             sizes = [
@@ -50,7 +50,7 @@ def test_what_no_codec_holds_is_withheld_whichever_rank_has_it() -> None:
     for name, dtype in product(FOR_WEIGHTS, (torch.float32, torch.bfloat16, torch.float16)):
         codec = weight_codec("weights", name)
         most = 0.99 * _most(codec, dtype)  # which bf16 may round up
-        payloads = Payloads(pieces, [gw.Identity(), codec, codec], dtype, CPU)
+        payloads = Payloads(pieces, [gw.codecs.Identity(), codec, codec], dtype, CPU)
 
         def sent(parts: torch.Tensor, payloads: Payloads = payloads) -> torch.Tensor:
             found = torch.empty(sum(payloads.nbytes), dtype=torch.uint8)

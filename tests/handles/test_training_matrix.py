@@ -95,7 +95,7 @@ def made(method: str, dtype: torch.dtype = torch.float32, group: Any = None) -> 
     """A module of many buckets, with a handle."""
     net = Net().to(dtype)
     model = DDP(net, process_group=group, bucket_cap_mb=0.01, find_unused_parameters=True)
-    return model, gw.attach(model, method, coalesce_bytes=0, **OPTIONS[method])
+    return model, gw.attach(model, method, options=gw.Options(coalesce_bytes=0), **OPTIONS[method])
 
 
 def inputs(step: int, rank: int) -> torch.Tensor:

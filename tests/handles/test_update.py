@@ -46,15 +46,16 @@ def until_in_force(model: nn.Module, update: Any, number: int) -> int:
 
 def test_every_argument_can_change(rank: int) -> None:
     model = DDP(net(), bucket_cap_mb=0.005)
-    handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, error_feedback=True, options=gw.Options(coalesce_bytes=0))
     changes: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, str]]] = [
         ((), {"bits": 2}, {"0.weight": "QSGD(bits=2"}),
         (("topk",), {"density": 0.05}, {"0.weight": "TopK(density=0.05", "0.bias": "dense"}),
         ((), {"codecs": {"0.weight": "qsgd:bits=8"}},
          {"0.weight": "QSGD(bits=8", "2.weight": "TopK"}),
-        ((), {"algorithm": "ring"}, {"2.weight": "TopK"}),
+        ((), {"options": gw.Options(algorithm="ring")}, {"2.weight": "TopK"}),
         ((), {"include": ["*.bias"]}, {"0.bias": "TopK"}),
-        ((), {"coalesce_bytes": 1 << 20, "exclude": ["4.*"]}, {"4.weight": "dense"}),
+        ((), {"options": gw.Options(coalesce_bytes=1 << 20), "exclude": ["4.*"]},
+         {"4.weight": "dense"}),
         (("powersgd",), {"rank": 2, "codecs": {"2.weight": "artopk"}},
          {"2.weight": "artopk", "4.bias": "dense"}),
         (("dgc",), {"density": 0.05, "momentum": 0.5, "error_feedback": False},
@@ -84,7 +85,7 @@ def test_a_pass_has_one_plan(rank: int, in_order: bool, monkeypatch: pytest.Monk
     group = dist.new_group()
     monkeypatch.setattr(groups, "keeps_order", lambda asked, device: in_order and asked is group)
     model = DDP(net(), bucket_cap_mb=0.005, process_group=group)
-    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=0))
     draw = random.Random(rank)
     asked = {k: 5 * k + draw.randrange(4) for k in range(1, 5)}  # update -> the step it comes at
     versions = []
@@ -173,7 +174,7 @@ def test_updates_of_what_is_gone_are_refused(rank: int) -> None:
 def test_a_switch_does_not_stall(rank: int) -> None:
     """A new plan in force needs no further agreement and no compilation."""
     model = DDP(net(), bucket_cap_mb=0.005)
-    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=0))
     for number in range(4):
         step(model, number)
     update = handle.update("powersgd", rank=2)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import QSGD, Identity, Options, codecs
+from gradwire import QSGD, Options, codecs
+from gradwire.codecs import Identity
 from gradwire.collectives import AllGather, ReduceScatter
 from gradwire.engine import Communicator
 from gradwire.lang import layout

@@ -68,7 +68,7 @@ def test_an_exception_in_one_ranks_backward(rank: int) -> None:
         group = dist.new_group(timeout=LIMIT)
         models = [DDP(net(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
         for model in models:
-            gw.attach(model, coalesce_bytes=coalesce)
+            gw.attach(model, options=gw.Options(coalesce_bytes=coalesce))
         train(models, range(4))
         dist.barrier()
         outputs = [model(batch(4)) for model in models]
@@ -82,7 +82,7 @@ def test_an_exception_in_one_ranks_backward(rank: int) -> None:
 def test_an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
     """Every rank's backward fails at one place, as with a bad batch: training may go on."""
     model = DDP(net(), bucket_cap_mb=0.005)
-    gw.attach(model, coalesce_bytes=0)
+    gw.attach(model, options=gw.Options(coalesce_bytes=0))
     train([model], range(2))
 
     def fail() -> None:
@@ -100,7 +100,7 @@ def test_an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
 def test_detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
     for coalesce in (0, 1 << 18):
         model, plain = DDP(net(), bucket_cap_mb=0.005), DDP(net(), bucket_cap_mb=0.005)
-        handle = gw.attach(model, "qsgd", bits=8, coalesce_bytes=coalesce)
+        handle = gw.attach(model, "qsgd", bits=8, options=gw.Options(coalesce_bytes=coalesce))
         train([model], range(3))
         train([plain], range(3))
         output = model(batch(3))
@@ -169,7 +169,8 @@ def pairs(way: str, codec: str | None) -> None:
 
     models = pair()
     handles = [
-        gw.attach(m, codec, coalesce_bytes=c) for m, c in zip(models, (0, 1 << 18), strict=True)
+        gw.attach(m, codec, options=gw.Options(coalesce_bytes=c))
+        for m, c in zip(models, (0, 1 << 18), strict=True)
     ]
     train(models, range(6))
     assert same_everywhere(flat(*models))
@@ -187,7 +188,7 @@ def test_a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
     """A checkpoint in memory, restored in one of two modules while the other goes on."""
     models = [DDP(net(m), bucket_cap_mb=0.005) for m in range(2)]
     handles = [
-        gw.attach(model, "qsgd", bits=2, error_feedback=True, coalesce_bytes=c)
+        gw.attach(model, "qsgd", bits=2, error_feedback=True, options=gw.Options(coalesce_bytes=c))
         for model, c in zip(models, (0, 1 << 18), strict=True)
     ]
     train(models, range(3))
@@ -236,7 +237,7 @@ def test_two_modules_and_calls_over_one_group(rank: int) -> None:
     models = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
     plain = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
     for model in models:
-        gw.attach(model, codec=None, coalesce_bytes=0)
+        gw.attach(model, codec=None, options=gw.Options(coalesce_bytes=0))
     meter = Meter()
     for step in range(8):
         x = batch(step, 4)

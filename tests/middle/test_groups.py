@@ -291,7 +291,7 @@ def test_a_forked_child_is_refused(rank: int) -> None:
         said = [str(caught(lambda: gw.all_reduce(torch.ones(1000))))]
         said.append(str(caught(lambda: handle.update(bits=2))))
         handle.detach()
-        os.write(sender, "\n".join([*said, f"{handle.attached}"]).encode())
+        os.write(sender, "\n".join([*said, f"{handle._reductions.installed}"]).encode())
         os._exit(0)
     ready, _, _ = select.select([receiver], [], [], 60)
     os.kill(child, 9)

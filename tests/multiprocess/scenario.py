@@ -182,7 +182,8 @@ def until_decided(model: Any, handle: Any, count: int, version: int) -> None:
     for step in range(200):
         passes(model, step, step + 1)
         handle._reductions.runner.wait()
-        seen = torch.tensor([len(handle.adaptation.history) - count, handle.plan.version - version])
+        decided = len(handle._reductions.adaptation.history) - count
+        seen = torch.tensor([decided, handle.plan.version - version])
         dist.all_reduce(seen, dist.ReduceOp.MIN)
         if seen.min() >= 0:
             return

@@ -99,7 +99,9 @@ def test_ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> N
     lag = Lag(rank)
     model = model_of(kind)
     often = gw.Replan(every=1, average=1, share=1.0, stale=None)
-    how: dict[str, Any] = {"policy": Restless(), "replan": often}
+    how: dict[str, Any] = {
+        "policy": gw.Replan(Restless(), every=1, average=1, share=1.0, stale=None)
+    }
     if "topk" in codec:
         how["error_feedback"] = True
     handle: Any = gw.attach(model, codec, **how)
@@ -121,7 +123,7 @@ def test_ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> N
                     handle.detach()
                     handle = gw.attach(model, codec, **how)
                     handle.load_state_dict(state)
-                assert handle.adaptation.passes == state["policy"]["passes"]
+                assert handle._reductions.adaptation.passes == state["policy"]["passes"]
         assert switched == count
         assert alike((seen, weights(model)))
         with lag.released():
@@ -141,7 +143,7 @@ def test_a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> N
 
     model = model_of(kind)
     often = gw.Replan(every=1, average=1, share=1.0, stale=None)
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=often)
+    handle: Any = gw.attach(model, FOUR, policy=often)
     versions = []
     with held(before=waits):
         passes(model, 0, 12)
@@ -154,7 +156,7 @@ def test_a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> N
         handle._reductions.runner.wait()
     assert alike(versions)
     assert versions[-1] >= 1
-    begun = [row["pass"] for row in handle.adaptation.history]
+    begun = [row["pass"] for row in handle._reductions.adaptation.history]
     assert begun[:1] == [1]
     assert set(begun).isdisjoint(range(2, 11)), begun
     least = min(map(len, everywhere(begun)))
@@ -173,7 +175,7 @@ def test_a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, mom
         assert goes_on.wait(60)
 
     model = model_of("ddp")
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+    handle: Any = gw.attach(model, FOUR, policy=ONCE)
     there = {"decides": "before", "prepares": "after"}[moment]
     with held(**({there: waits} if rank == 1 else {})):
         passes(model, 0, 5)
@@ -186,7 +188,7 @@ def test_a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, mom
         goes_on.set()
         assert alike(state["parameters"])
         handle.detach()
-        again: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+        again: Any = gw.attach(model, FOUR, policy=ONCE)
         again.load_state_dict(state)
     assert alike([str(p) for p in again.plan.parameters])
     passes(model, 5, 8)
@@ -196,7 +198,7 @@ def test_a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, mom
 def test_a_detached_policy_stops_after_the_running_table(rank: int) -> None:
     reached, made, table = threading.Event(), [], tables.table
     model = model_of("ddp")
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+    handle: Any = gw.attach(model, FOUR, policy=ONCE)
 
     def slow(name: str, *rest: Any) -> Layer:
         reached.set()
@@ -219,7 +221,7 @@ def test_a_detached_policy_stops_after_the_running_table(rank: int) -> None:
 def test_a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:
     """Rank 1 gives up on it; rank 0, which has it, does not ask for the plan alone."""
     model = model_of("ddp")
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+    handle: Any = gw.attach(model, FOUR, policy=ONCE)
     runner = handle._reductions.runner
     tell = runner._tell
 
@@ -231,7 +233,7 @@ def test_a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> N
 
     runner._tell = late
     until_decided(model, handle, 1, 0)
-    (row,) = handle.adaptation.history
+    (row,) = handle._reductions.adaptation.history
     assert "the plan stays: rank 1: rank 0 did not reach the ruling" in row["line"]
     assert row["changed"] == 0
     passes(model, 300, 303)

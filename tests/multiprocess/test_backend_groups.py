@@ -48,7 +48,7 @@ class Trainer(nn.Module):
 @by_parameter
 def test_a_registered_part_of_what_ddp_wraps(rank: int) -> None:
     bare = mlp()
-    how = {"bits": 2, "error_feedback": True, "coalesce_bytes": 0}
+    how = {"bits": 2, "error_feedback": True, "options": gw.Options(coalesce_bytes=0)}
     registration = gw.register(bare, codecs={"3.weight": "terngrad"}, **how)
     model = DDP(Trainer(bare))
     train(model, range(2))
@@ -136,8 +136,11 @@ def test_wrong_use_is_named(rank: int) -> None:
     for said, call in (
         ("gloo", lambda: gw.register(DDP(mlp(), process_group=gloo()))),
         ("gloo", lambda: gw.register(sharded(mlp(), gloo()))),
-        ("algorithm", lambda: gw.register(sharded(mlp()), algorithm="ring")),
-        ("coalesce_bytes", lambda: gw.register(sharded(mlp()), coalesce_bytes=0)),
+        ("algorithm", lambda: gw.register(sharded(mlp()), options=gw.Options(algorithm="ring"))),
+        (
+            "coalesce_bytes",
+            lambda: gw.register(sharded(mlp()), options=gw.Options(coalesce_bytes=0)),
+        ),
         ("nobody", lambda: gw.register(mlp(), exclude=["nobody"])),
         ("nothing", lambda: gw.register(mlp(), "nothing")),
         ("0.weight", lambda: gw.register(DDP(mlp()), bits=unlike)),

@@ -144,7 +144,7 @@ def gathers_weights(group: Any, fails: Failing, where: str, keep: str) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     for module in (*model, model):
         sharded_over(group, module, reshard_after_forward=True)
-    handle: Any = gw.attach(model, weights="randomshift:bits=8", keep=keep)
+    handle: Any = gw.attach(model, weights="randomshift:bits=8", options=gw.Options(keep=keep))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     weights = handle._reductions.weights
     start = weights.start
@@ -166,7 +166,7 @@ def decides(group: Any, fails: Failing, kind: str, where: type, method: str) -> 
     """A plan, or prepares what was decided; the plan stays."""
     model = model_of(kind, group)
     once = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=once)
+    handle: Any = gw.attach(model, FOUR, policy=once)
     uniform, known = methods(handle), getattr(where, method)
 
     def fails_there(*of: Any) -> Any:

@@ -109,8 +109,8 @@ def test_a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(
     job.train(0, 1)
     dcp.save({"gradwire": job.handle.checkpoint()}, checkpoint_id=path)
     said = "under 'other': save {'other': handle.checkpoint()}"
-    refuses(said, lambda: job.handle.load_checkpoint(path, key="other"))
-    refuses("has no checkpoint", lambda: job.handle.load_checkpoint(f"{path}/none"))
+    refuses(said, lambda: job.handle.load(path, key="other"))
+    refuses("has no checkpoint", lambda: job.handle.load(f"{path}/none"))
     for number, damage in enumerate((Path.unlink, lambda file: file.write_bytes(b"no"))):
         for what in (".metadata", "__1_0.distcp"):
             broken = Path(f"{path} {number} {what}")
@@ -118,11 +118,11 @@ def test_a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(
                 shutil.copytree(path, broken)
                 damage(broken / what)
             dist.barrier()
-            said = refuses("", lambda broken=broken: job.handle.load_checkpoint(broken))
-            assert said.startswith("load_checkpoint: ")
+            said = refuses("", lambda broken=broken: job.handle.load(broken))
+            assert said.startswith("load: ")
             assert "\n" not in said
             dist.barrier()
-    job.handle.load_checkpoint(path)
+    job.handle.load(path)
 
 
 # ---- plans
@@ -153,7 +153,7 @@ def test_a_saved_plan_is_attached_again(rank: int, tmp_path: Path) -> None:
     old = gw.attach(sharded(mesh=own_mesh()), "qsgd:bits=5", weights=weights, error_feedback=True)
     old.plan.save(path)
     model = sharded(mesh=own_mesh())
-    new = gw.attach(model, plan=path, keep="payload")
+    new = gw.attach(model, plan=path, options=gw.Options(keep="payload"))
     assert new.plan.parameters == old.plan.parameters
     backward(model, 0)
     refuses("gradwire plan has planned for DDP", partial(gw.attach, model, plan=planned))

@@ -88,7 +88,7 @@ def test_training_has_the_bits_of_that_with_tags(rank: int) -> None:
     found = []
     for group in two_groups():
         model = DDP(mlp(20, 200, 200), process_group=group, bucket_cap_mb=0.1)
-        handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
+        handle = gw.attach(model, bits=4, error_feedback=True, options=gw.Options(coalesce_bytes=0))
         train(model, range(4))
         assert handle.stats()["steps"] == 4
         assert handle.stats()["ratio"] > 4

@@ -42,7 +42,7 @@ def test_dcp_takes_checkpoints_not_handles(rank: int, tmp_path: Path) -> None:
         path = tmp_path / str(handle._reductions.what)
         app = Wrapped(handle, lambda h=handle: h.checkpoint())
         dcp.save({"gradwire": app}, checkpoint_id=path)
-        handle.load_checkpoint(path, key="gradwire.handle")
+        handle.load(path, key="gradwire.handle")
         handle.detach()
 
 
@@ -79,7 +79,8 @@ def test_training_goes_on_after_an_exception(rank: int) -> None:
     """On one rank, or on all; also with weights of differences. Every step raises until
     `recover`; then every rank has the same gradients, and numbers its steps alike."""
     everyone = list(range(dist.get_world_size()))
-    of_weights = {"weights": {"*.weight": "randomshift:bits=8"}, "keep": "reference"}
+    kept = gw.Options(keep="reference")
+    of_weights = {"weights": {"*.weight": "randomshift:bits=8"}, "options": kept}
     for more, raising in (({}, everyone[-1:]), ({}, everyone), (of_weights, everyone)):
         model, exact = by_layer(Acts()), by_layer(Acts())
         handle = gw.attach(model, **OPTIONS, **more)
@@ -233,7 +234,7 @@ def test_algorithms_change_by_name(rank: int) -> None:
     model = DDP(mlp(20, 8))
     options = gw.Options(algorithm="hierarchical", nodes=(0, 1))
     handle = gw.attach(model, "qsgd", options=options)
-    handle.update(algorithm="ring").wait(60)
+    handle.update(options=gw.Options(algorithm="ring")).wait(60)
     for step in range(4):
         model(batch(step)).square().sum().backward()
     assert handle.plan.options.algorithm == "ring"

@@ -33,7 +33,7 @@ FOUR = {"*.weight": f"randomshift:bits=4:block={BLOCK}", "embedding": "randomshi
 
 
 def attached(model: Any, weights: Any = FOUR, codec: Any = None, **options: Any) -> Any:
-    return gw.attach(model, codec, weights=weights, keep="reference", **options)
+    return gw.attach(model, codec, weights=weights, options=gw.Options(keep="reference"), **options)
 
 
 @on(2)
@@ -94,10 +94,10 @@ def sent(model: Any, handle: Any) -> int:
     return int(handle.stats()["weights_wire_bytes"] - before)
 
 
-def codec_of(name: str) -> gw.RandomShift | None:
+def codec_of(name: str) -> gw.codecs.RandomShift | None:
     if name.endswith("bias"):
         return None
-    return gw.RandomShift(4, 1024 if name == "embedding" else BLOCK)
+    return gw.codecs.RandomShift(4, 1024 if name == "embedding" else BLOCK)
 
 
 class Coder(nn.Module):
@@ -131,7 +131,7 @@ def test_parts_are_called_by_themselves(rank: int, keep: str) -> None:
     if keep == "payload":
         for part in parts:
             part.requires_grad_(False)
-    gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)
+    gw.attach(model, None, weights={"*": "randomshift:bits=8"}, options=gw.Options(keep=keep))
     weights = [part.weight for part in parts]
     optimizer = torch.optim.SGD(weights, lr=1.0, foreach=True)
 

@@ -78,10 +78,10 @@ def test_shards_without_values_switch(rank: int) -> None:
 def test_a_policy_decides_for_all_replicas(rank: int) -> None:
     """From averages over all ranks; a failure on one rank leaves the plan in all replicas."""
     model = model_of("hsdp")
-    how: dict[str, Any] = {"policy": "lgreco", "replan": OFTEN, "weights": "randomshift:bits=5"}
+    how: dict[str, Any] = {"policy": OFTEN, "weights": "randomshift:bits=5"}
     handle: Any = gw.attach(model, "qsgd:bits=4", **how)
     summed: dict[str, torch.Tensor] = {}
-    decided = handle.adaptation._window
+    decided = handle._reductions.adaptation._window
 
     def window(kind: str) -> Any:
         made = decided(kind)
@@ -89,20 +89,21 @@ def test_a_policy_decides_for_all_replicas(rank: int) -> None:
             summed.update(made.values)
         return made
 
-    handle.adaptation._window = window
+    handle._reductions.adaptation._window = window
     until_decided(model, handle, 2, 1)
     chosen = [methods(handle), {p.name: str(p.weight) for p in handle.plan.parameters}]
     assert alike(chosen)
     assert len({chosen[0][name] for name in MATRICES}) > 1
     mine = [summed[name].tolist() for name in MATRICES]  # this rank's shards, in windows of all
     assert [of for i, of in enumerate(everywhere(mine)) if i % 2 == rank % 2] == [mine] * 2
-    before, at = handle.plan.parameters, len(handle.adaptation.history)
+    before, at = handle.plan.parameters, len(handle._reductions.adaptation.history)
     with pytest.MonkeyPatch.context() as monkey:
         if rank == 1:
             monkey.setattr(tables, "table", lambda *_: 1 / 0)
         until_decided(model, handle, at + 2, 1)
     assert handle.plan.parameters == before
-    assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])
+    later = handle._reductions.adaptation.history[at:]
+    assert all("the plan stays" in row["line"] for row in later)
 
 
 def test_states_fit_the_mesh(rank: int) -> None:
@@ -155,9 +156,9 @@ MACHINES = {3: (0, 0, 1), 4: (0, 0, 1, 1), 5: (0, 1, 1, 0, 1)}
 
 def attached(codec: str, nodes: Any, inside: str = "codec", keep: str | None = None) -> Any:
     model = sharded(mesh=own_mesh())
-    two = gw.Options(algorithm="hierarchical", nodes=nodes, inside=inside)
-    options = two if nodes is not None else None
-    return model, gw.attach(model, codec, weights=ALL, options=options, keep=keep)
+    two = {"algorithm": "hierarchical", "nodes": nodes, "inside": inside}
+    options = gw.Options(**two if nodes is not None else {}, keep=keep)
+    return model, gw.attach(model, codec, weights=ALL, options=options)
 
 
 @on(4, ("full", "payload"))
@@ -196,7 +197,7 @@ def test_bytes_are_those_of_the_formula(rank: int) -> None:
         for group in handle._reductions._trained.shards():
             sizes = [
                 sum(
-                    layout(codec_of(name) or gw.Identity(), torch.float32).nbytes(lengths[r])
+                    layout(codec_of(name) or gw.codecs.Identity(), torch.float32).nbytes(lengths[r])
                     for name, lengths, _ in group
                 )
                 for r in range(4)
@@ -290,7 +291,7 @@ def test_checkpoints_have_the_residuals_of_all_columns(rank: int, tmp_path: Path
     of_tokens(model, mesh, 0)
     dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=tmp_path)
     _, resumed = made()
-    resumed.load_checkpoint(tmp_path)
+    resumed.load(tmp_path)
     saved, found = (h.state_dict()["aggregators"] for h in (handle, resumed))
     assert saved
     for name, kept in saved.items():

@@ -168,7 +168,7 @@ SMALLEST = 2000  # the tests' weights are small
 
 def made(weights: Any = WEIGHTS, keep: str = "none", **options: Any) -> tuple[Any, Any, Any]:
     model = sharded(**{"mesh": own_mesh(), **options})
-    handle = gw.attach(model, **GRADIENTS, weights=weights, keep=keep)
+    handle = gw.attach(model, **GRADIENTS, weights=weights, options=gw.Options(keep=keep))
     return model, handle, sgd(model)
 
 

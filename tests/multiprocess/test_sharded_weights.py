@@ -59,7 +59,7 @@ def test_weights_are_alike_and_near_and_nothing_drifts(
     for weights in given:
         model = sharded(None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype))
         first = gathered(model)
-        gw.attach(model, None, weights=weights, keep=keep)
+        gw.attach(model, None, weights=weights, options=gw.Options(keep=keep))
         decoded = gathered(model) if differences else first
         size, levels = 1e-2, 15 if differences else 255
         for version in range(6 if differences else 2):
@@ -106,7 +106,7 @@ def test_one_version_is_encoded_once(rank: int) -> None:
     found = {}
     for keep in ("none", "payload", "redraw"):
         model = sharded(mesh=own_mesh())
-        handle = gw.attach(model, None, weights=FOUR, keep=keep)
+        handle = gw.attach(model, None, weights=FOUR, options=gw.Options(keep=keep))
         optimizer = sgd(model)
         losses = []
         for step in range(2):
@@ -164,12 +164,12 @@ def test_reductions_are_no_versions(rank: int, how: str) -> None:
 @on(5, exhaustive=True)
 def test_bytes_are_those_of_the_formula(rank: int) -> None:
     model = sharded()
-    handle = gw.attach(model, "qsgd", bits=8, weights=ALL, keep="none")
+    handle = gw.attach(model, "qsgd", bits=8, weights=ALL, options=gw.Options(keep="none"))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
-    coded = gw.RandomShift(bits=8)
+    coded = gw.codecs.RandomShift(bits=8)
     sent = message_bytes(model, lambda name: None if name.endswith("bias") else coded)
     stats = handle.stats()
     assert stats["weights_calls"] == 4
@@ -182,7 +182,7 @@ def test_bytes_are_those_of_the_formula(rank: int) -> None:
 @on(2, "none", "reference")
 def test_errors_of_weights_are_told(rank: int, keep: str) -> None:
     model = sharded()
-    handle = gw.attach(model, None, weights=ALL, keep=keep)
+    handle = gw.attach(model, None, weights=ALL, options=gw.Options(keep=keep))
     optimizer = sgd(model)
     assert "weights_nmse" not in handle.metrics(every=1)
     steps(model, optimizer, 0, 2)  # with keep="reference" the next are sent as differences
@@ -220,7 +220,9 @@ def test_frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
     model[0].requires_grad_(False)
     by_layer(model, reshard_after_forward=True)
-    handle = gw.attach(model, None, weights={"0.weight": "randomshift:bits=8"}, keep=keep)
+    handle = gw.attach(
+        model, None, weights={"0.weight": "randomshift:bits=8"}, options=gw.Options(keep=keep)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = []
 
@@ -255,7 +257,7 @@ def test_weights_frozen_later_are_those_of_then(rank: int) -> None:
     """And again, after a time in which they were trained: payloads of before are out of date."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     by_layer(model, reshard_after_forward=True)
-    gw.attach(model, None, weights={"*": "identity"}, keep="payload")
+    gw.attach(model, None, weights={"*": "identity"}, options=gw.Options(keep="payload"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(1, 64)
     for trained in (True, False, True, False):
@@ -275,7 +277,7 @@ def test_it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool 
 
     def run(keep: str, **options: Any) -> torch.Tensor:
         model = sharded(mesh=own_mesh(), **options)
-        gw.attach(model, None, weights=FOUR, keep=keep)
+        gw.attach(model, None, weights=FOUR, options=gw.Options(keep=keep))
         train(model, 2)
         return shards(model)
 
@@ -310,7 +312,9 @@ def test_a_mask_is_gathered_as_it_is(rank: int, keep: str) -> None:
         model: Any = Masked(low)
         mask = model.mask.detach().clone()
         fully_shard(model, mesh=own_mesh(), reshard_after_forward=True)
-        handle = gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)
+        handle = gw.attach(
+            model, None, weights={"*": "randomshift:bits=8"}, options=gw.Options(keep=keep)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -341,7 +345,9 @@ def test_values_that_no_codec_holds_may_come_later(rank: int, keep: str) -> None
     by_layer(model)
     model.set_modules_to_forward_prefetch([model[0], model[1]])
     model[1].set_modules_to_forward_prefetch([model[2]])
-    handle = gw.attach(model, None, weights={"*": "randomshift:bits=8"}, keep=keep)
+    handle = gw.attach(
+        model, None, weights={"*": "randomshift:bits=8"}, options=gw.Options(keep=keep)
+    )
     state = handle.state_dict()
 
     def runs(*names: str) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
-from gradwire.codecs import HardThreshold, ThreeLC, TopK
+from gradwire import QSGD, Codec, TransportError
+from gradwire.codecs import HardThreshold, Identity, TernGrad, ThreeLC, TopK
 from gradwire.collectives import Item, Options, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import layout, rng

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from command_line import rows_of, run
-from gradwire import QSGD, ConfigError, Options, TernGrad, codecs
+from gradwire import QSGD, ConfigError, Options, codecs
 from gradwire.aggregators import Compressed, Dense, ErrorFeedback, registry
+from gradwire.codecs import TernGrad
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.files import PlanFile, differences
 

@@ -41,11 +41,11 @@ CHANGES: list[dict[str, Any]] = [
     {"codecs": {"2.weight": None}},
     {"include": ["*.bias"]},
     {"include": []},
-    {"algorithm": "ring"},
-    {"algorithm": "sra"},
-    {"algorithm": "tree"},
-    {"coalesce_bytes": 0},
-    {"coalesce_bytes": 1 << 18},
+    {"options": gw.Options(algorithm="ring")},
+    {"options": gw.Options()},
+    {"options": gw.Options(algorithm="tree")},
+    {"options": gw.Options(coalesce_bytes=0)},
+    {"options": gw.Options(coalesce_bytes=1 << 18)},
     {"error_feedback": True},
     {"error_feedback": False},
 ]
@@ -121,7 +121,7 @@ def body(rank: int, run: Run) -> Report:
     draw = random.Random(f"delays {run.seed} {rank}")
     slow_groups(f"{run.seed} {rank}", sends=0.01)
     model = DDP(mlp(32, 64, 64, 8), bucket_cap_mb=0.01)
-    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=0))
     changes, asked = run.changes(), run.asked(rank)
     versions = []
     for number in range(run.steps):

@@ -62,7 +62,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert torch.equal(flat(resumed), flat(model))
     # One object in the checkpoint, whatever was attached before.
     other.detach()
-    assert not other.attached
+    assert not other._reductions.installed
     last = gw.accelerate.attach(again[0], resumed, CODEC, **HOW)
     again[0].load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))

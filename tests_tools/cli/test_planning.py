@@ -146,7 +146,7 @@ def it_is_attached(rank: int, path: str) -> None:
     assert f"  {said}" in str(handle).splitlines()
     assert "expects" not in str(handle)
     handle.detach()
-    given = gw.attach(model, plan=path, algorithm="tree", coalesce_bytes=5)
+    given = gw.attach(model, plan=path, options=gw.Options(algorithm="tree", coalesce_bytes=5))
     assert (given.plan.options.algorithm, given.plan.coalesce_bytes) == ("tree", 5)
     for widths, said in (
         ((256, 256, 8, 8), "plan: the file has no parameter 2.weight"),
