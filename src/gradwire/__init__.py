@@ -100,7 +100,7 @@ _RENAMED = {
     "GlobalTopK": "gw.aggregators.GlobalTopK",
     "LGreco": '"lgreco", or gradwire.controllers.LGreco',
     "Probe": "gradwire.planner.probe.Probe",
-    "Triggers": "gradwire.flexible.triggers.Triggers",
+    "Triggers": "gw.flexible.Triggers",
     "load_state_dict": "gradwire.collectives.load_state_dict",
     "state_dict": "gradwire.collectives.state_dict",
     **{

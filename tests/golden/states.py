@@ -57,10 +57,9 @@ def sharded() -> nn.Module:
     return fully_shard(layers(), mesh=dist.DeviceMesh.from_group(dist.group.WORLD, "cpu"))
 
 
-def attached(model: nn.Module, codec: str, **how: Any) -> gw.Handle:
-    return gw.attach(
-        model, codec, include=("*",), error_feedback=True, options=gw.Options(seed=5), **how
-    )
+def attached(model: nn.Module, codec: str, keep: str | None = None, **how: Any) -> gw.Handle:
+    options = gw.Options(seed=5, keep=keep)
+    return gw.attach(model, codec, include=("*",), error_feedback=True, options=options, **how)
 
 
 MADE: dict[str, Callable[[], tuple[nn.Module, gw.Handle]]] = {

@@ -20,7 +20,7 @@ import gradwire as gw
 from gradwire import codecs
 from gradwire.codecs import RandomK
 from ranks import caught, refuses
-from rooms.handles import renamed
+from rooms.handles import arguments
 from training import mlp
 
 SCALES = RandomK(density=0.1, unbiased=True)
@@ -51,7 +51,7 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("attach", "register"), {"options": {"segments": 2}}, "options={'segments': 2}"),
     *(
         (ALL, {name: 1}, f": {name} is given otherwise now: write {write}")
-        for name, write in renamed.ARGUMENTS.items()
+        for name, write in arguments.RENAMED.items()
     ),
     (("update",), {"options": gw.Options(seed=1)}, "seed is as `attach` was told"),
     (("update",), {"options": gw.Options(keep="none")}, "keep is as `attach` was told"),
@@ -137,7 +137,8 @@ def test_wrong_arguments_are_refused_in_a_single_process() -> None:
 def test_wrong_arguments_are_refused(rank: int) -> None:
     faults = faults_of(DDP)
     assert not faults, "\n".join(faults)
-    attach = partial(gw.attach, DDP(mlp(20, 40, 3)), algorithm="all_gather", error_feedback=True)
+    how: dict[str, Any] = {"options": gw.Options("all_gather"), "error_feedback": True}
+    attach = partial(gw.attach, DDP(mlp(20, 40, 3)), **how)
     for given in ({"codec": SCALES}, {"codec": None, "codecs": {"0.weight": SCALES}}):
         refuses("unbiased=True without", partial(attach, **given))
 
@@ -168,8 +169,8 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
         ),
         (gw.Auto(trial=np.int64(8)), gw.Auto()),
         (
-            gw.flexible.triggers.Triggers(gain=torch.tensor(0.5), check=np.int8(3)),
-            gw.flexible.triggers.Triggers(gain=0.5, check=3),
+            gw.flexible.Triggers(gain=torch.tensor(0.5), check=np.int8(3)),
+            gw.flexible.Triggers(gain=0.5, check=3),
         ),
     ]
     for one, same in given:
@@ -196,11 +197,11 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
             "leave the policy's budget out",
         ),
         (
-            gw.flexible.triggers.Triggers,
+            gw.flexible.Triggers,
             {"share": "all"},
             "Triggers: share='all' must be above 0: give a number",
         ),
-        (gw.flexible.triggers.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),
+        (gw.flexible.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),
     ]
     for made, options, message in wrong:
         with pytest.raises(gw.ConfigError, match=f"^.*{message}.*$"):

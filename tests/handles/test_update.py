@@ -54,7 +54,7 @@ def test_every_argument_can_change(rank: int) -> None:
          {"0.weight": "QSGD(bits=8", "2.weight": "TopK"}),
         ((), {"options": gw.Options(algorithm="ring")}, {"2.weight": "TopK"}),
         ((), {"include": ["*.bias"]}, {"0.bias": "TopK"}),
-        ((), {"options": gw.Options(coalesce_bytes=1 << 20), "exclude": ["4.*"]},
+        ((), {"options": gw.Options("ring", coalesce_bytes=1 << 20), "exclude": ["4.*"]},
          {"4.weight": "dense"}),
         (("powersgd",), {"rank": 2, "codecs": {"2.weight": "artopk"}},
          {"2.weight": "artopk", "4.bias": "dense"}),

@@ -98,10 +98,8 @@ def test_ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> N
     """Trains until the plan in force has changed so many times."""
     lag = Lag(rank)
     model = model_of(kind)
-    often = gw.Replan(every=1, average=1, share=1.0, stale=None)
-    how: dict[str, Any] = {
-        "policy": gw.Replan(Restless(), every=1, average=1, share=1.0, stale=None)
-    }
+    often = gw.Replan(Restless(), every=1, average=1, share=1.0, stale=None)
+    how: dict[str, Any] = {"policy": often}
     if "topk" in codec:
         how["error_feedback"] = True
     handle: Any = gw.attach(model, codec, **how)

@@ -119,7 +119,7 @@ def test_it_follows_the_network_and_the_gain(rank: int) -> None:
         monkeypatch.setattr(flexible_module, "LinkWatch", KnownLinks)
         monkeypatch.setattr(KnownLinks, "newest", links(1e-3, 1e-8))
         handle, model, optimizer, batches = parts()
-        triggers = gw.flexible.triggers.Triggers(check=4, rest=24, gain=1e-6)
+        triggers = gw.flexible.Triggers(check=4, rest=24, gain=1e-6)
         made = gw.Flexible(
             handle, model, optimizer, (batches,), (0.3, 0.1), 3, triggers, seconds=0.2
         )  # fmt: skip
@@ -192,7 +192,7 @@ def test_what_makes_no_sense_is_refused(rank: int) -> None:
         ("two candidate densities", lambda: flexible(densities=(0.1,))),
         ("density=2", lambda: flexible(densities=(0.1, 2.0))),
         ("steps=0", lambda: flexible(steps=0)),
-        ("check=0", lambda: gw.flexible.triggers.Triggers(check=0)),
+        ("check=0", lambda: gw.flexible.Triggers(check=0)),
     ):
         refuses(said, call)
 

@@ -13,9 +13,9 @@ from gradwire.collectives import Options
 from gradwire.collectives.calling import options_of
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError, check_keywords
+from gradwire.handles.arguments import check_renamed
 from gradwire.handles.metrics import EVERY, times_less
 from gradwire.handles.reductions import Reductions
-from gradwire.handles.renamed import ATTRIBUTES, check_renamed
 from gradwire.handles.sections import (
     aggregators_section,
     policy_section,
@@ -41,6 +41,15 @@ class _Unchanged:
 
 
 _SAME: Any = _Unchanged()
+# What handles had -> what to write.
+RENAMED = {
+    "load_checkpoint": "handle.load(path)",
+    "summary": "str(handle)",
+    "adaptation": "handle.history()",
+    "automatic": "handle.history()",
+    "attached": "handle.plan, and remember the call of detach",
+}
+
 _TOLD = 3  # of the newest decisions in a summary
 _FIXED = {"plan", "policy"}  # arguments of `attach` alone
 
@@ -60,7 +69,7 @@ class Handle(Saved):
     ) -> None:
         super().__init__(reductions.members, seed, rank, reductions.ranks, gather)
         self._reductions = reductions
-        self.pinned: PlanFile | None = None  # the file that `attach` was given
+        self._pinned: PlanFile | None = None  # the file that `attach` was given
         self._install = install  # anew, after an exception in backward; None: that ends training
 
     @property
@@ -151,8 +160,8 @@ class Handle(Saved):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            if name in ATTRIBUTES:
-                raise ConfigError(f"handle.{name} is no more: write {ATTRIBUTES[name]}")
+            if name in RENAMED:
+                raise ConfigError(f"handle.{name} is no more: write {RENAMED[name]}")
             raise AttributeError(f"a handle has no attribute {name!r}")
 
     def _check_attached(self, verb: str) -> None:
@@ -350,8 +359,8 @@ class Handle(Saved):
         stats = self.stats()
         of = self._plan_now(), self.rank, comms, on.expected(), stats, self.world_size
         remarks = [f"  {line}" for line in on.remarks()]
-        if self.pinned is not None and self.pinned.planned and self.plan.version == 0:
-            remarks.append(f"  {self.pinned.expectation(self.plan, self.world_size, stats)}")
+        if self._pinned is not None and self._pinned.planned and self.plan.version == 0:
+            remarks.append(f"  {self._pinned.expectation(self.plan, self.world_size, stats)}")
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
         pending = [f"  {update}" for update in on.switch.pending()]
         found = summary(self._what(), *of)
