@@ -6,6 +6,8 @@ anew, and its difference is a line of the changelog.
 
 from __future__ import annotations
 
+import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from command_line import run
 from gradwire_tools.cli import program
 from gradwire_tools.report.rows import KINDS
 
@@ -23,7 +26,7 @@ STORED = Path(__file__).with_name("interface.txt")
 def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[str]:
     """Lines on a command, and on those below it: its help, and a line per option."""
     yield f"$ {' '.join(words)}"
-    yield textwrap.indent((command.help or "").strip(), "  ")
+    yield textwrap.indent(f"{command.help}\n{command.epilog}", "  ")
     for parameter in command.params:
         names = " ".join([*parameter.opts, *parameter.secondary_opts])
         repeated = "..." if parameter.multiple or parameter.nargs == -1 else ""
@@ -32,6 +35,45 @@ def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[s
         yield f"  {names}{repeated}: {needed}. {said}"
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, (*words, name))
+
+
+def below(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A command and all below it, by their words."""
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from below(one, (*words, name))
+
+
+def test_every_help_ends_in_an_example_that_can_be_run() -> None:
+    """And its lines end where sentences of a paragraph do."""
+    root = typer.main.get_command(program.app)
+    every = dict(below(root))
+    assert len(every) > 20
+    for words, command in every.items():
+        said = command.epilog or ""
+        assert said.startswith(" ".join(["Example: gradwire", *words])), words
+        assert run(*words, "--help").out.split()[-len(said.split()) :] == said.split()
+        assert len(said) < 80
+        assert not re.search(r"[^\n]\n[^\n]", command.help), words
+        given, named = shlex.split(said)[2:], root
+        while given and given[0] in getattr(named, "commands", {}):
+            named = named.commands[given.pop(0)]
+        assert given or words
+        named.make_context("it", given)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [((), "doctor demo lab plan report codec"), (("bench",), "collectives kernels train")],
+)
+def test_help_shows_first_what_users_need(words: tuple[str, ...], first: str) -> None:
+    users, developers = run(*words, "--help").out.split("For developers")
+    listed = [
+        {*re.findall(r"^\S (\w+)  ", part, re.MULTILINE)}
+        for part in (users.split("Commands")[1], developers)
+    ]
+    (root,) = [one for path, one in below(typer.main.get_command(program.app)) if path == words]
+    assert listed == [{*first.split()}, root.commands.keys() - {*first.split()}]
 
 
 def exit_codes() -> Iterator[str]:

@@ -13,7 +13,7 @@ from gradwire_tools.cli import tables
 STEPS = ["method", "step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds"]
 ROWS: list[dict[str, Any]] = [
     {"method": method, **dict.fromkeys(STEPS[1:], 0.0123456)}
-    for method in ("torch-fp16-hook", "gradwire-qsgd4")
+    for method in ("torch-fp16-hook", "qsgd:bits=4")
 ]
 PARTS = [
     {"part": "transport shm", "available": True, "detail": "rings between ranks of one machine"},
@@ -28,7 +28,7 @@ def shown(rows: list[dict[str, Any]], columns: list[str], width: int) -> str:
 
 
 def test_words_stay_whole_at_any_width() -> None:
-    words = ["torch-fp16-hook", "gradwire-qsgd4", "network", "12.35"]
+    words = ["torch-fp16-hook", "qsgd:bits=4", "network", "12.35"]
     said = {True: "yes", False: "no"}
     parts = [f"{row['part']} {said[row['available']]} {row['detail']}".split() for row in PARTS]
     for width in (8, 20, 40, 45, 60, 80, 200):
@@ -44,10 +44,10 @@ def test_words_stay_whole_at_any_width() -> None:
 
 def test_a_table_has_a_line_per_row_and_where_none_fits_rows_are_lines() -> None:
     lines = shown(ROWS, STEPS, 80).splitlines()
-    assert len([line for line in lines if "gradwire-qsgd4" in line and "12.35" in line]) == 1
+    assert len([line for line in lines if "qsgd:bits=4" in line and "12.35" in line]) == 1
     lines = shown(ROWS, [*STEPS, "method"], 30).splitlines()
     assert lines[:2] == ["method: torch-fp16-hook", "step (ms): 12.35"]
-    assert lines[6:8] == ["", "method: gradwire-qsgd4"]
+    assert lines[6:8] == ["", "method: qsgd:bits=4"]
 
 
 def test_a_table_of_nothing_has_its_headings() -> None:
@@ -79,7 +79,7 @@ def test_units_are_the_same_everywhere() -> None:
 
 # What the widest cells of commands are; other columns have numbers.
 WIDEST: dict[str, list[Any]] = {
-    "method": ["gradwire-qsgd4", "torch-fp16-hook"], "net": ["100mbit,1ms", "1gbit,1ms"],
+    "method": ["qsgd:bits=4", "torch-fp16-hook"], "net": ["100mbit,1ms", "1gbit,1ms"],
     "numel": [16777216, 100000], "codec": ["hardthreshold", "qsgd"], "target": ["eager", "c"],
     "op": ["decode_add", "encode_ef"], "algorithm": ["hierarchical", "sra"], "exact": [True, False],
     "value": ["10gbit,50us", "1gbit"], "best_method": ["qsgd:bits=4", "bf16"], "ranks": [4, 4],

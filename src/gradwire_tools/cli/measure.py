@@ -10,35 +10,28 @@ import typer
 from typer import Argument, Option
 
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
+from gradwire_tools.cli.options import (
+    DEVELOPERS,
+    Real,
+    Text,
+    Whole,
+    command,
+    example_of,
+    names,
+    number,
+    numbers,
+    writable,
+)  # fmt: skip
 from gradwire_tools.cli.output import measured, output
 from gradwire_tools.cli.training import bench_train, task_options, trained
 
-bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure collectives, kernels and training.", no_args_is_help=True,
+    epilog=example_of("bench collectives --quick"),
+)  # fmt: skip
 
 
-@bench.command("kernels")
-def bench_kernels(
-    codec_name: Annotated[Text, Option("--codec", help="Names, comma-separated.")] = None,
-    target: Annotated[Text, Option(help="eager, c; triton.")] = None,
-    numel: Annotated[
-        Whole, Option(help="Values; 16777216 (cuda: four times) unless quick.")
-    ] = None,
-    threads: Annotated[Text, Option(help="Such as 1,2.")] = None,
-    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
-    quick: options.Quick = False,
-    json_file: options.Json = None,
-) -> None:
-    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
-    from gradwire_tools.bench.micro import kernels
-
-    counts = numbers("--threads", threads)
-    codecs, targets = names("--codec", codec_name), names("--target", target)
-    columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
-    measured(json_file, columns, kernels.run, codecs, targets, numel, counts, quick, device)
-
-
-@bench.command("collectives")
+@command(bench, "collectives", "bench collectives --ranks 4 --net 100mbit,1ms --quick")
 def bench_collectives(
     ranks: options.Ranks = 4,
     net: options.Net = "1gbit,1ms",
@@ -58,14 +51,43 @@ def bench_collectives(
     measured(json_file, columns, collectives.run, *given)
 
 
-@bench.command("aggregators")
+@command(bench, "kernels", "bench kernels --codec qsgd,topk --quick")
+def bench_kernels(
+    codec_name: Annotated[Text, Option("--codec", help="Names, comma-separated.")] = None,
+    target: Annotated[Text, Option(help="eager, c; triton.")] = None,
+    numel: Annotated[
+        Whole, Option(help="Values; 16777216 (cuda: four times) unless quick.")
+    ] = None,
+    threads: Annotated[Text, Option(help="Such as 1,2.")] = None,
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    quick: options.QuickAlone = False,
+    json_file: options.Json = None,
+) -> None:
+    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
+    from gradwire_tools.bench.micro import kernels
+
+    counts = numbers("--threads", threads)
+    codecs, targets = names("--codec", codec_name), names("--target", target)
+    columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
+    measured(json_file, columns, kernels.run, codecs, targets, numel, counts, quick, device)
+
+
+command(bench, "train", "bench train --net 100mbit,1ms --json rows.jsonl")(bench_train)
+
+
+@command(
+    bench,
+    "aggregators",
+    "bench aggregators --methods powersgd:rank=4 --quick",
+    rich_help_panel=DEVELOPERS,
+)
 def bench_aggregators(
     methods: Annotated[Text, Option(help="Comma-separated; by default a sweep of ranks.")] = None,
     task: Annotated[
         str, Option(help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
     ] = "gpt",
     ranks: options.Ranks = 2,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """CPU time and memory of aggregators, against a copy of the gradients."""
@@ -77,10 +99,10 @@ def bench_aggregators(
     measured(json_file, columns, aggregators.run, chosen, task, ranks, quick)
 
 
-@bench.command("transports")
+@command(bench, "transports", "bench transports --bytes 1024,1048576", rich_help_panel=DEVELOPERS)
 def bench_transports(
     sizes: Annotated[Text, Option("--bytes", help="Of a message, comma-separated.")] = None,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """Time messages between two ranks: shared memory, and gloo on loopback."""
@@ -91,7 +113,12 @@ def bench_transports(
     measured(json_file, columns, transports.run, wanted, quick)
 
 
-@bench.command("profile")
+@command(
+    bench,
+    "profile",
+    "bench profile --net 1gbit,1ms --methods qsgd:bits=4",
+    rich_help_panel=DEVELOPERS,
+)
 def bench_profile(
     ranks: options.Ranks = 2,
     net: options.Net = "none",
@@ -111,10 +138,9 @@ def bench_profile(
     measured(json_file, columns, profile.run, ranks, net, chosen, numel, bucket_mb, file, quick)
 
 
-bench.command("train")(bench_train)
-
-
-@bench.command("grid")
+@command(
+    bench, "grid", "bench grid --grid bits --net none --json grid.jsonl", rich_help_panel=DEVELOPERS
+)
 def bench_grid(
     grid_name: Annotated[
         str, Option("--grid", help="bits, low, learned, blocks or fake.")
@@ -146,7 +172,7 @@ def bench_grid(
         out.console.print(grids.table(grid, trained(config, out, json_file, resume)))
 
 
-@bench.command("record")
+@command(bench, "record", "bench record --output recorded --quick", rich_help_panel=DEVELOPERS)
 def bench_record(
     folder: Annotated[Path, Option("--output", "-o", help="A new folder.")],
     task: options.Task = "gpt",
@@ -154,7 +180,7 @@ def bench_record(
     steps: Annotated[Whole, Option(help="Consecutive steps at each; 8 unless quick.")] = None,
     ranks: options.Ranks = 4,
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """Train, and store every rank's gradients of consecutive steps."""
@@ -165,7 +191,9 @@ def bench_record(
     measured(json_file, columns, record.run, folder, task, points, steps, ranks, seed, quick)
 
 
-@bench.command("error")
+@command(
+    bench, "error", "bench error recorded --methods qsgd:bits=4,topk", rich_help_panel=DEVELOPERS
+)
 def bench_error(
     folders: Annotated[
         list[Path] | None, Argument(help="Of bench record; none with --quick.")
@@ -174,7 +202,7 @@ def bench_error(
     algorithm: Annotated[Text, Option(help="Of all-reduces; sra unless given.")] = None,
     at: options.At = None,
     layers: Annotated[bool, Option("--layers", help="Rows for each parameter, too.")] = False,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """What methods lose on recorded gradients, beside the bits that they send."""
@@ -187,7 +215,9 @@ def bench_error(
     measured(json_file, columns, error.run, *given)
 
 
-@bench.command("adapt")
+@command(
+    bench, "adapt", "bench adapt recorded --policies lgreco --quick", rich_help_panel=DEVELOPERS
+)
 def bench_adapt(
     folders: Annotated[
         list[Path] | None, Argument(help="Of bench record; seeded tables come beside.")
@@ -205,7 +235,7 @@ def bench_adapt(
     at: options.At = None,
     metrics: Annotated[Text, Option(help="l2, squared; both.")] = None,
     alpha: Annotated[float, number("The budget over the uniform plan's error.")] = 1.0,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """What adaptive policies save against a uniform plan of the same error."""
@@ -228,7 +258,12 @@ def bench_adapt(
     measured(json_file, columns, adapt.run, folders or (), config, quick)
 
 
-@bench.command("planner")
+@command(
+    bench,
+    "planner",
+    "bench planner --ranks 2 --nets '100mbit,1ms;none'",
+    rich_help_panel=DEVELOPERS,
+)
 def bench_planner(
     ranks: options.Ranks = 4,
     nets: Annotated[Text, Option(help="Such as 100mbit,1ms;none: separated by ;.")] = None,
@@ -254,7 +289,7 @@ def bench_planner(
     measured(json_file, columns, planner_grid.run, ranks, **chosen, fresh=fresh)
 
 
-@bench.command("ablation")
+@command(bench, "ablation", "bench ablation --ranks 4 --net 1gbit,1ms", rich_help_panel=DEVELOPERS)
 def bench_ablation(
     ranks: options.Ranks = 4,
     net: options.Net = "1gbit,1ms",

@@ -21,6 +21,7 @@ import typer
 from gradwire import __version__
 from gradwire.errors import ConfigError, GradwireError
 from gradwire_tools.cli import looking, measure, plans, predict, probing, showing
+from gradwire_tools.cli.options import DEVELOPERS, command, example_of
 
 OK, FAILED, BAD_INPUT, INTERRUPTED, READER_LEFT, TERMINATED = 0, 1, 2, 130, 141, 143
 
@@ -34,16 +35,20 @@ Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupt
 reader left; 143 terminated.
 """
 
-app = typer.Typer(name="gradwire", help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
-app.command("doctor")(looking.doctor)
-app.command("probe")(probing.probe)
-app.add_typer(looking.codec, name="codec")
+app = typer.Typer(
+    name="gradwire", help=HELP, no_args_is_help=True, pretty_exceptions_enable=False,
+    epilog=example_of("doctor --ranks 2"),
+)  # fmt: skip
+command(app, "doctor", "doctor --ranks 2 --net 1gbit,1ms")(looking.doctor)
+command(app, "demo", "demo --net 100mbit,1ms")(showing.demo)
 app.add_typer(looking.lab, name="lab")
-app.add_typer(measure.bench, name="bench")
-app.command("sim")(predict.sim)
 app.add_typer(plans.plan, name="plan")
-app.command("demo")(showing.demo)
-app.command("report")(showing.report)
+command(app, "report", "report rows.jsonl --output report.html")(showing.report)
+app.add_typer(looking.codec, name="codec")
+developers = {"rich_help_panel": DEVELOPERS}
+command(app, "probe", "probe --ranks 4 --net 200mbit,2ms", **developers)(probing.probe)
+command(app, "sim", "sim --ranks 64 --net 10gbit,50us", **developers)(predict.sim)
+app.add_typer(measure.bench, name="bench", rich_help_panel=DEVELOPERS)
 
 # Of an unknown option, a missing argument, a value of another type. Its name depends on Typer's
 # version, which may bring its own copy of click; its place does not.

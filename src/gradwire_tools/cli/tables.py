@@ -8,6 +8,7 @@ the table; then borders go; and where none of that helps, each row is a list of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,12 +48,14 @@ _FACTORS = {"latency_us": 1e-3, "alpha": 1e3, "beta": 1e9, "bandwidth": 1e-6, "n
 _UNITS = {"seconds": ("ms", 1e3), "bytes": ("MB", 1e-6)}  # by how keys end
 
 
-def show(console: Console, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Print the values of `columns`, keys of the rows."""
+def show(
+    console: Console, rows: Sequence[dict[str, Any]], columns: Sequence[str], frame: bool = True
+) -> None:
+    """Print the values of `columns`, keys of the rows; with a frame, where there is room."""
     whole = [[heading(key), *(_text(key, one.get(key)) for one in rows)] for key in columns]
     same = [column for column in whole if len(rows) > 1 and len({*column[1:]}) == 1]
     other = [column for column in whole if column not in same]
-    for framed, told in ((True, whole), (True, other), (False, whole), (False, other)):
+    for framed, told in itertools.product((True, False) if frame else (False,), (whole, other)):
         widths = _widths(console.width, told, framed)
         if widths is None:
             continue
@@ -109,10 +112,15 @@ def _text(column: str, value: object) -> str:
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_text(name, one)}" for name, one in value.items())
+        return ", ".join(f"{name}={_option(name, one)}" for name, one in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_text(column, one) for one in value)
     return "-" if value is None else str(value)
+
+
+def _option(name: str, value: object) -> str:
+    """As users write it."""
+    return str(value).lower() if isinstance(value, bool) else _text(name, value)
 
 
 def _number(value: float) -> str:

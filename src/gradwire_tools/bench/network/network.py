@@ -1,11 +1,12 @@
 """`gradwire doctor --ranks N`: is the network the problem, and does compression pay?
 
-One training step is measured under DDP: with torch's fp32 all-reduce, with torch's fp16 hook, and
-with gradwire at 4 bits. The step has the parameters of a given model. Its computing is a stand-in:
-a linear layer of each parameter's shape, 64 rows per rank; or a pause of given length, for a device
-that computes while the CPU is free. The gradients live on the CPU and travel over gloo, or over
-shared memory where gradwire finds it. Methods take turns; a turn begins with a step that is not
-timed. Seconds are those of the slowest rank, and medians over turns.
+The links between all ranks are measured; then one training step under DDP: with torch's fp32
+all-reduce, with torch's fp16 hook, and with gradwire in bf16 and at 4 bits. The step has the
+parameters of a given model. Its computing is a stand-in: a linear layer of each parameter's shape,
+64 rows per rank; or a pause of given length, for a device that computes while the CPU is free. The
+gradients live on the CPU and travel over gloo, or over shared memory where gradwire finds it.
+Methods take turns; a turn begins with a step that is not timed. Seconds are those of the slowest
+rank, and medians over turns.
 
 A row per method: part ("step METHOD"), available, detail, method, ranks, net, numel, machines
 (how many the ranks are on), transport (of gradwire's messages), load and cores (of the busiest
@@ -17,13 +18,22 @@ machine: processes that ran or waited for a core in the minute before, on averag
     exposed_seconds         step_seconds - compute_seconds: what computing does not hide
     turn_seconds            step_seconds of every turn
 
-The last row: part "verdict", available (whether compression pays), detail (lines of text: the
-verdict first, the line to write last).
+Rows before these and the last one have part, available, detail, and more by part:
+
+    "network"    ranks, net, bandwidth and alpha (bits per second and seconds of latency, of the
+                 slowest pair), slowest (its ranks), card (that carries it: the name of one,
+                 "loopback", "shared memory", or null) and card_bits_per_s (null: not known)
+    "computing"
+    "kernels"    codec, kernel_seconds: to encode and decode in a step
+    "verdict"    available (whether 4 bits surely pay), detail (lines of text: the verdict first,
+                 the line to write last)
+
 All rows have `run` (gradwire_tools.bench.provenance).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -36,15 +46,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
-from gradwire.groups import communicator
+from gradwire.groups import communicator, release
+from gradwire.planner.links import Links, measure_links
 from gradwire.transport.shm_handshake import machine_name
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network import network_verdict
+from gradwire_tools.bench.network.card import card_to, speed_of
 from gradwire_tools.bench.network.world import World, started_by_torchrun
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.quantities import bandwidth, seconds
 from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
@@ -57,18 +71,32 @@ _STEP = (
 )
 _STEP_MORE = "machines:positive transport:text load:amount cores:positive"
 KINDS = (
+    row_kind(
+        "doctor",
+        "available",
+        "available:flag detail:text ranks:positive net:text card:text? card_bits_per_s:amount? "
+        "bandwidth:amount alpha:amount slowest:integers",
+        part="network",
+    ),
+    row_kind(
+        "doctor",
+        "available codec",
+        "available:flag detail:text codec:text numel:count kernel_seconds:amount",
+        part="kernels",
+    ),
     row_kind("doctor", "part available method", _STEP, _STEP_MORE),
     row_kind("doctor", "part available step_seconds", _STEP),
     row_kind("doctor", "part available detail", "part:text available:flag detail:text"),
 )
 
-METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
+METHODS = network_verdict.METHODS
 NUMEL = 5_000_000
 _LAYERS = 8
 _ROWS = 64  # of a batch, per rank
 _WARM_UP = 2  # DDP's buckets are rebuilt after the first step
 _FEWEST = 3  # turns
 _FORWARD = 1 / 3  # of a step's computing
+_LINKS_S = 1.0
 
 
 def copies(methods: int) -> int:
@@ -85,6 +113,7 @@ class MeasuredStep:
         shapes: of the parameters.
         compute_seconds: of the pause that stands for computing; None computes linear layers.
         turns: of all methods, at most; `budget_seconds` may end them after three.
+        surer: what would make the answer surer.
         timeout: seconds for ranks that are started here.
     """
 
@@ -95,9 +124,11 @@ class MeasuredStep:
     turns: int = 11
     budget_seconds: float = 60.0
     timeout: float = 600.0
+    surer: tuple[str, ...] = ()
 
     def measured(self) -> list[Row]:
-        """The seconds of every method, on ranks that are started here or as one of torchrun's."""
+        """The links, and every method's seconds, on ranks that are started here or as one of
+        torchrun's."""
         return workers.measured(self.world, self.timeout, measure, self)
 
 
@@ -140,13 +171,20 @@ def plan(
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
     size, here = models.numel(shapes), 1 if world.joins else world.count
     memory.check(f"a step of {size} values", 4 * size * copies(len(METHODS)) * here)
-    step = MeasuredStep(world, shapes, compute)
+    surer = {
+        "start it by torchrun on the real machines": not world.joins,
+        "give --model, or --compute of your own step": model is None and compute is None,
+        "leave --quick out": quick,
+    }
+    step = MeasuredStep(
+        world, shapes, compute, surer=tuple(how for how, helps in surer.items() if helps)
+    )
     return replace(step, turns=5, budget_seconds=15.0) if quick else step
 
 
 @stamped
 def run(wanted: MeasuredStep) -> Iterator[Row]:
-    """Yield the rows: a row per method, and the verdict.
+    """Yield the rows: network, computing, kernels, a row per method, and the verdict.
 
     Raises:
         ConfigError: this machine has no compiled kernels.
@@ -155,11 +193,40 @@ def run(wanted: MeasuredStep) -> Iterator[Row]:
     """
     for name in wanted.methods:
         methods.parse(name).check()
-    where = {**wanted.world.keys, "numel": models.numel(wanted.shapes)}
-    rows = [_row(seconds, where) for seconds in wanted.measured()]
+    where: Row = {**wanted.world.keys, "numel": models.numel(wanted.shapes)}
+    links, *measured = wanted.measured()
+    rows = [_row(one, where) for one in measured]
+    yield _network(links, wanted.world.keys)
+    yield {"part": "computing", "available": True, "detail": network_verdict.computing(rows)}
+    yield _kernels(measured[-1]["kernels"], where["numel"])
     yield from rows
-    pays, text = network_verdict.verdict(rows)
+    pays, text = network_verdict.verdict(rows, wanted.surer)
     yield {"part": "verdict", "available": pays, "detail": text}
+
+
+def _network(links: Row, where: Row) -> Row:
+    """The row of the slowest link, and of what carries it."""
+    (a, b), card, speed = links["slowest"], links["card"], links["card_bits_per_s"]
+    by = f"over {card or 'a card that is not known'}"
+    by += "" if where["net"] in ("none", "as it is") else " (emulated)"
+    by += "" if speed is None else f", a card of {bandwidth(speed)}"
+    return {
+        "part": "network",
+        "available": True,
+        "detail": (
+            f"{bandwidth(links['bandwidth'])} and {seconds(links['alpha'])} of latency between "
+            f"ranks {a} and {b}, the slowest pair, {by}"
+        ),
+        **where,
+        **links,
+    }
+
+
+def _kernels(kernel_seconds: float, numel: int) -> Row:
+    """The row of what encoding and decoding take."""
+    took = f"{seconds(kernel_seconds)} per step to encode and decode {numel:,} values at 4 bits"
+    known: Row = {"codec": network_verdict.OURS, "numel": numel, "kernel_seconds": kernel_seconds}
+    return {"part": "kernels", "available": True, "detail": took, **known}
 
 
 def _row(measured: Row, where: Row) -> Row:
@@ -289,11 +356,15 @@ class _Entrant:
 
 
 def measure(step: MeasuredStep) -> list[Row]:
-    """The seconds of every method's turns, in the group that exists; alike on all ranks.
+    """What links and every method's turns take, in the group that exists; alike on all ranks.
 
     Methods take turns, in an order that rotates.
     """
     load = os.getloadavg()[0]  # of the minute before
+    progress("links", 0, 1)
+    comm = communicator()
+    where, card = _where(comm, load)
+    links = {**_slowest(measure_links(comm, _LINKS_S)), **card}
     torch.manual_seed(dist.get_rank())
     of = [[make(shape) for shape in step.shapes] for make in (torch.zeros, torch.randn)]
     pause = step.compute_seconds
@@ -303,7 +374,9 @@ def measure(step: MeasuredStep) -> list[Row]:
             entrant.turn()
         for times in entrant.times.values():
             times.clear()
-    where = _where(load)
+    handle = entrants[-1].applied.handle
+    assert handle is not None
+    before = handle.stats()
     begun = time.monotonic()
     for turn in range(step.turns):
         progress(f"turns of {', '.join(step.methods)}", turn, step.turns)
@@ -314,22 +387,46 @@ def measure(step: MeasuredStep) -> list[Row]:
         first = turn % len(entrants)
         for entrant in entrants[first:] + entrants[:first]:
             entrant.turn()
+    where["kernels"] = _kernel_seconds(before, handle.stats())
     for entrant in entrants:
         entrant.applied.remove()
-    return [{"method": entrant.name, **entrant.times, **where} for entrant in entrants]
+    assert dist.group.WORLD is not None
+    release(dist.group.WORLD)  # before rank 0, which has the store, may end
+    return [links, *({"method": one.name, **one.times, **where} for one in entrants)]
 
 
-def _where(load: float) -> Row:
+def _slowest(links: Links) -> Row:
+    """The pair of ranks with the least bandwidth, what it has, and its latency."""
+    pairs = itertools.combinations(range(links.ranks), 2)
+    beta, pair = max((max(links.beta[a][b], links.beta[b][a]), (a, b)) for a, b in pairs)
+    latency = links.alpha[pair[0]][pair[1]]
+    return {"bandwidth": 8 / max(beta, 1e-12), "alpha": latency, "slowest": [*pair]}
+
+
+def _kernel_seconds(before: Row, after: Row) -> float:
+    """Of a step between two looks at a handle's totals, on the slowest rank."""
+    spent, steps = (after[key] - before[key] for key in ("kernel_seconds", "steps"))
+    mean = torch.tensor(spent / steps, dtype=torch.float64)
+    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
+    return float(mean)
+
+
+def _where(comm: Communicator, load: float) -> tuple[Row, Row]:
     """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's load
-    and cores."""
-    transport = communicator().transport
+    and cores; and the card between the machine of rank 0 and another one, with its speed."""
+    transport = comm.transport
     own = machine_name(), getattr(transport, "name", type(transport).__name__)
+    card = card_to(os.environ.get("MASTER_ADDR", ""))  # the machine of rank 0
+    speed = None if card is None else speed_of(card)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (*own, load, os.cpu_count() or 1))
-    machines, transports, loads, cores = zip(*found, strict=True)
+    dist.all_gather_object(found, (*own, load, os.cpu_count() or 1, card, speed))
+    machines, transports, loads, cores, *_ = zip(*found, strict=True)
     busiest = max(range(len(found)), key=lambda rank: float(loads[rank] / cores[rank]))
     names = {name for one in transports for name in one.split("+")}
-    return {
+    where = {
         "machines": len(set(machines)), "transport": "+".join(sorted(names)),
         "load": round(loads[busiest], 2), "cores": cores[busiest],
     }  # fmt: skip
+    inside = "shared memory" if "shm" in names else "loopback", None
+    *_, card, speed = next((one for one in found if one[0] != machines[0]), inside)
+    return where, {"card": card, "card_bits_per_s": speed}
