@@ -16,7 +16,7 @@ from bench_runs import keys_of
 import gradwire as gw
 from command_line import rows_of, run
 from gradwire.planner import Rules
-from gradwire_tools.bench.network import card, network
+from gradwire_tools.bench.network import network, surroundings
 from gradwire_tools.bench.network.network_verdict import FULL, HALF, METHODS, OURS, OWN, verdict
 from rooms.decide import Automatic, Pass, Passes, Tell, Use
 
@@ -198,20 +198,20 @@ def test_all_is_on_one_screen(measured: list[Any], monkeypatch: pytest.MonkeyPat
 def test_the_card_that_leads_to_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     names = {name for _, name in socket.if_nameindex()}
-    assert card.card_to("127.0.0.1") == "lo"
-    assert card.card_to("no such host") is None
+    assert surroundings.card_to("127.0.0.1") == "lo"
+    assert surroundings.card_to("no such host") is None
     for speed, known in (("10000", 1e10), ("-1", None), ("", None), (None, None)):
-        monkeypatch.setattr(card, "_DEVICES", tmp_path / str(speed))
+        monkeypatch.setattr(surroundings, "_DEVICES", tmp_path / str(speed))
         for name in names:  # of which the kernel tells the speed of a card
             (tmp_path / str(speed) / name / "device").mkdir(parents=True)
             if speed is not None:
                 (tmp_path / str(speed) / name / "speed").write_text(f"{speed}\n")
-        assert card.speed_of("lo") == known
+        assert surroundings.speed_of("lo") == known
     (tmp_path / "10000" / "lo" / "device").rmdir()
-    monkeypatch.setattr(card, "_DEVICES", tmp_path / "10000")
-    assert card.speed_of("lo") is None, "a pair of veth says 10 Gbit/s, whatever it can"
+    monkeypatch.setattr(surroundings, "_DEVICES", tmp_path / "10000")
+    assert surroundings.speed_of("lo") is None, "a pair of veth says 10 Gbit/s, whatever it can"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,eth8")
-    assert card.card_to("127.0.0.1") == "eth7"
+    assert surroundings.card_to("127.0.0.1") == "eth7"
 
 
 def test_what_is_measured_follows_from_the_environment() -> None:

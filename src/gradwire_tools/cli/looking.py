@@ -11,18 +11,17 @@ from typer import Argument, Option
 
 from gradwire.errors import ConfigError, of_file
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import Real, Text, Whole, command, example_of, names, number
+from gradwire_tools.cli.options import Real, Text, Whole, command, names, number
 from gradwire_tools.cli.output import output
 
-codec = typer.Typer(
-    help="The codecs and aggregators, and the stages of a codec's compilation.",
-    no_args_is_help=True,
-    epilog=example_of("codec show qsgd:bits=2"),
+codec = options.group(
+    "codec",
+    "The codecs and aggregators, and the stages of a codec's compilation.",
+    "show qsgd:bits=2",
 )
-lab = typer.Typer(
-    help="Emulated machines on slow links.", no_args_is_help=True,
-    epilog=example_of("lab run --nodes 2 --net 100mbit,1ms -- hostname"),
-)  # fmt: skip
+lab = options.group(
+    "lab", "Emulated machines on slow links.", "run --nodes 2 --net 100mbit,1ms -- hostname"
+)
 
 
 def doctor(
@@ -69,7 +68,7 @@ def doctor(
         out.say("\n".join(rest))
 
 
-@command(codec, "list", "codec list")
+@command(codec, "list", "")
 def codec_list(json_file: options.Json = None) -> None:
     """The codecs and aggregators: operators, lines of code, options."""
     from gradwire import codecs
@@ -81,7 +80,7 @@ def codec_list(json_file: options.Json = None) -> None:
         out.rows(rows, ["codec", "kind", "operators", "lines", "options"])
 
 
-@command(codec, "show", "codec show qsgd:bits=2")
+@command(codec, "show", "qsgd:bits=2")
 def codec_show(
     name: Annotated[str, Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
     ir: Annotated[bool, Option("--ir", help="The intermediate representation.")] = False,
@@ -108,7 +107,7 @@ def codec_show(
         typer.echo(show(chosen, stage))
 
 
-@command(codec, "build", "codec build --codec qsgd --isa x86-64-v3")
+@command(codec, "build", "--codec qsgd --isa x86-64-v3")
 def codec_build(
     codec_name: Annotated[Text, Option("--codec", help="Comma-separated codecs, or shm.")] = None,
     isa: Annotated[Text, Option(help="Such as x86-64-v2,x86-64-v3; all unless given.")] = None,
@@ -141,7 +140,7 @@ def codec_build(
             raise ConfigError(f"nothing was built: {of_file(error)}") from error
 
 
-@command(codec, "cache", "codec cache --clear")
+@command(codec, "cache", "--clear")
 def codec_cache(
     clear: Annotated[
         bool, Option("--clear", help="Remove them: they are compiled anew on next use.")
@@ -168,9 +167,11 @@ def codec_cache(
 
 
 @command(
-    lab, "run", "lab run --nodes 2 --net 100mbit,1ms -- python train.py",
+    lab,
+    "run",
+    "--nodes 2 --net 100mbit,1ms -- python train.py",
     context_settings={"allow_interspersed_args": False},
-)  # fmt: skip
+)
 def lab_run(
     command: Annotated[list[str], Argument(metavar="CMD", help="The command, after --.")],
     nodes: Annotated[int, Option(help="Number of emulated machines.")] = 4,

@@ -3,35 +3,22 @@ policies, and the papers' grids."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import (
-    DEVELOPERS,
-    Real,
-    Text,
-    Whole,
-    command,
-    example_of,
-    names,
-    number,
-    numbers,
-    writable,
-)  # fmt: skip
+from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
 from gradwire_tools.cli.output import measured, output
 from gradwire_tools.cli.training import bench_train, task_options, trained
 
-bench = typer.Typer(
-    help="Measure collectives, kernels and training.", no_args_is_help=True,
-    epilog=example_of("bench collectives --quick"),
-)  # fmt: skip
+bench = options.group("bench", "Measure collectives, kernels and training.", "collectives --quick")
+developer = partial(options.command, bench, rich_help_panel=options.DEVELOPERS)
 
 
-@command(bench, "collectives", "bench collectives --ranks 4 --net 100mbit,1ms --quick")
+@options.command(bench, "collectives", "--ranks 4 --net 100mbit,1ms --quick")
 def bench_collectives(
     ranks: options.Ranks = 4,
     net: options.Net = "1gbit,1ms",
@@ -51,7 +38,7 @@ def bench_collectives(
     measured(json_file, columns, collectives.run, *given)
 
 
-@command(bench, "kernels", "bench kernels --codec qsgd,topk --quick")
+@options.command(bench, "kernels", "--codec qsgd,topk --quick")
 def bench_kernels(
     codec_name: Annotated[Text, Option("--codec", help="Names, comma-separated.")] = None,
     target: Annotated[Text, Option(help="eager, c; triton.")] = None,
@@ -72,15 +59,10 @@ def bench_kernels(
     measured(json_file, columns, kernels.run, codecs, targets, numel, counts, quick, device)
 
 
-command(bench, "train", "bench train --net 100mbit,1ms --json rows.jsonl")(bench_train)
+options.command(bench, "train", "--net 100mbit,1ms --json rows.jsonl")(bench_train)
 
 
-@command(
-    bench,
-    "aggregators",
-    "bench aggregators --methods powersgd:rank=4 --quick",
-    rich_help_panel=DEVELOPERS,
-)
+@developer("aggregators", "--methods powersgd:rank=4 --quick")
 def bench_aggregators(
     methods: Annotated[Text, Option(help="Comma-separated; by default a sweep of ranks.")] = None,
     task: Annotated[
@@ -99,7 +81,7 @@ def bench_aggregators(
     measured(json_file, columns, aggregators.run, chosen, task, ranks, quick)
 
 
-@command(bench, "transports", "bench transports --bytes 1024,1048576", rich_help_panel=DEVELOPERS)
+@developer("transports", "--bytes 1024,1048576")
 def bench_transports(
     sizes: Annotated[Text, Option("--bytes", help="Of a message, comma-separated.")] = None,
     quick: options.QuickAlone = False,
@@ -113,12 +95,7 @@ def bench_transports(
     measured(json_file, columns, transports.run, wanted, quick)
 
 
-@command(
-    bench,
-    "profile",
-    "bench profile --net 1gbit,1ms --methods qsgd:bits=4",
-    rich_help_panel=DEVELOPERS,
-)
+@developer("profile", "--net 1gbit,1ms --methods qsgd:bits=4")
 def bench_profile(
     ranks: options.Ranks = 2,
     net: options.Net = "none",
@@ -138,9 +115,7 @@ def bench_profile(
     measured(json_file, columns, profile.run, ranks, net, chosen, numel, bucket_mb, file, quick)
 
 
-@command(
-    bench, "grid", "bench grid --grid bits --net none --json grid.jsonl", rich_help_panel=DEVELOPERS
-)
+@developer("grid", "--grid bits --net none --json grid.jsonl")
 def bench_grid(
     grid_name: Annotated[
         str, Option("--grid", help="bits, low, learned, blocks or fake.")
@@ -172,7 +147,7 @@ def bench_grid(
         out.console.print(grids.table(grid, trained(config, out, json_file, resume)))
 
 
-@command(bench, "record", "bench record --output recorded --quick", rich_help_panel=DEVELOPERS)
+@developer("record", "--output recorded --quick")
 def bench_record(
     folder: Annotated[Path, Option("--output", "-o", help="A new folder.")],
     task: options.Task = "gpt",
@@ -191,9 +166,7 @@ def bench_record(
     measured(json_file, columns, record.run, folder, task, points, steps, ranks, seed, quick)
 
 
-@command(
-    bench, "error", "bench error recorded --methods qsgd:bits=4,topk", rich_help_panel=DEVELOPERS
-)
+@developer("error", "recorded --methods qsgd:bits=4,topk")
 def bench_error(
     folders: Annotated[
         list[Path] | None, Argument(help="Of bench record; none with --quick.")
@@ -215,9 +188,7 @@ def bench_error(
     measured(json_file, columns, error.run, *given)
 
 
-@command(
-    bench, "adapt", "bench adapt recorded --policies lgreco --quick", rich_help_panel=DEVELOPERS
-)
+@developer("adapt", "recorded --policies lgreco --quick")
 def bench_adapt(
     folders: Annotated[
         list[Path] | None, Argument(help="Of bench record; seeded tables come beside.")
@@ -258,12 +229,7 @@ def bench_adapt(
     measured(json_file, columns, adapt.run, folders or (), config, quick)
 
 
-@command(
-    bench,
-    "planner",
-    "bench planner --ranks 2 --nets '100mbit,1ms;none'",
-    rich_help_panel=DEVELOPERS,
-)
+@developer("planner", "--ranks 2 --nets '100mbit,1ms;none'")
 def bench_planner(
     ranks: options.Ranks = 4,
     nets: Annotated[Text, Option(help="Such as 100mbit,1ms;none: separated by ;.")] = None,
@@ -289,7 +255,7 @@ def bench_planner(
     measured(json_file, columns, planner_grid.run, ranks, **chosen, fresh=fresh)
 
 
-@command(bench, "ablation", "bench ablation --ranks 4 --net 1gbit,1ms", rich_help_panel=DEVELOPERS)
+@developer("ablation", "--ranks 4 --net 1gbit,1ms")
 def bench_ablation(
     ranks: options.Ranks = 4,
     net: options.Net = "1gbit,1ms",

@@ -21,21 +21,27 @@ N = TypeVar("N", int, float)
 DEVELOPERS = "For developers"  # the group of commands that training needs not
 
 
+def group(name: str, help: str, example: str, **settings: Any) -> typer.Typer:
+    """Commands below one word; `example` ends the help."""
+    settings = {"no_args_is_help": True, **settings}
+    return typer.Typer(name=name, help=help, epilog=_epilog(name, example), **settings)
+
+
 def command(app: typer.Typer, name: str, example: str, **settings: Any) -> Callable[..., Any]:
-    """Register a function as a command of `app`: its docstring is the help, whose lines are as long
-    as the terminal's, and `example` ends it."""
+    """Register a function as a command of `app`: its docstring is the help, whose paragraphs have
+    lines as long as the terminal's, and `example` ends it."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         told = (inspect.getdoc(function) or "").split("\n\n")
         said = "\n\n".join(" ".join(paragraph.split()) for paragraph in told)
-        return app.command(name, help=said, epilog=example_of(example), **settings)(function)
+        epilog = _epilog(str(app.info.name), name, example)
+        return app.command(name, help=said, epilog=epilog, **settings)(function)
 
     return register
 
 
-def example_of(command: str) -> str:
-    """The last line of a command's help."""
-    return f"Example: gradwire {command}"
+def _epilog(*words: str) -> str:
+    return " ".join(["Example: gradwire", *words]).replace("gradwire gradwire", "gradwire").strip()
 
 
 def number(help: str) -> Any:

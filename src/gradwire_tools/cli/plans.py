@@ -10,12 +10,14 @@ import typer
 from typer import Argument, Option
 
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import Text, command, example_of, names, writable
+from gradwire_tools.cli.options import Text, command, names, writable
 from gradwire_tools.cli.output import output
 
-plan = typer.Typer(
-    help="What to compress on a network, and plans in files.",
-    epilog=example_of("plan --model resnet50 --net 1gbit,1ms"),
+plan = options.group(
+    "plan",
+    "What to compress on a network, and plans in files.",
+    "--model resnet50 --net 1gbit,1ms",
+    no_args_is_help=False,
 )
 
 
@@ -73,7 +75,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "times_faster": 1 / (1 - row["saves"])} if "saves" in row else row
 
 
-@command(plan, "show", "plan show plan.json")
+@command(plan, "show", "plan.json")
 def show(
     file: Annotated[Path, Argument(help="A file that handle.plan.save wrote.")],
     json_file: options.Json = None,
@@ -93,7 +95,7 @@ def show(
             out.say(f"planned for {plan.planned['ranks']} ranks on {plan.planned['net']}")
 
 
-@command(plan, "diff", "plan diff a.json b.json")
+@command(plan, "diff", "a.json b.json")
 def diff(
     a: Annotated[Path, Argument(help="A file that handle.plan.save wrote.")],
     b: Annotated[Path, Argument(help="Another.")],

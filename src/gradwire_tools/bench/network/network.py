@@ -33,7 +33,6 @@ All rows have `run` (gradwire_tools.bench.provenance).
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
@@ -46,15 +45,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator, release
-from gradwire.planner.links import Links, measure_links
-from gradwire.transport.shm_handshake import machine_name
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network import network_verdict
-from gradwire_tools.bench.network.card import card_to, speed_of
+from gradwire_tools.bench.network.surroundings import machines, slowest_link
 from gradwire_tools.bench.network.world import World, started_by_torchrun
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
@@ -96,7 +92,6 @@ _ROWS = 64  # of a batch, per rank
 _WARM_UP = 2  # DDP's buckets are rebuilt after the first step
 _FEWEST = 3  # turns
 _FORWARD = 1 / 3  # of a step's computing
-_LINKS_S = 1.0
 
 
 def copies(methods: int) -> int:
@@ -363,8 +358,8 @@ def measure(step: MeasuredStep) -> list[Row]:
     load = os.getloadavg()[0]  # of the minute before
     progress("links", 0, 1)
     comm = communicator()
-    where, card = _where(comm, load)
-    links = {**_slowest(measure_links(comm, _LINKS_S)), **card}
+    where, card = machines(comm, load)
+    links = slowest_link(comm) | card
     torch.manual_seed(dist.get_rank())
     of = [[make(shape) for shape in step.shapes] for make in (torch.zeros, torch.randn)]
     pause = step.compute_seconds
@@ -395,38 +390,9 @@ def measure(step: MeasuredStep) -> list[Row]:
     return [links, *({"method": one.name, **one.times, **where} for one in entrants)]
 
 
-def _slowest(links: Links) -> Row:
-    """The pair of ranks with the least bandwidth, what it has, and its latency."""
-    pairs = itertools.combinations(range(links.ranks), 2)
-    beta, pair = max((max(links.beta[a][b], links.beta[b][a]), (a, b)) for a, b in pairs)
-    latency = links.alpha[pair[0]][pair[1]]
-    return {"bandwidth": 8 / max(beta, 1e-12), "alpha": latency, "slowest": [*pair]}
-
-
 def _kernel_seconds(before: Row, after: Row) -> float:
     """Of a step between two looks at a handle's totals, on the slowest rank."""
     spent, steps = (after[key] - before[key] for key in ("kernel_seconds", "steps"))
     mean = torch.tensor(spent / steps, dtype=torch.float64)
     dist.all_reduce(mean, op=dist.ReduceOp.MAX)
     return float(mean)
-
-
-def _where(comm: Communicator, load: float) -> tuple[Row, Row]:
-    """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's load
-    and cores; and the card between the machine of rank 0 and another one, with its speed."""
-    transport = comm.transport
-    own = machine_name(), getattr(transport, "name", type(transport).__name__)
-    card = card_to(os.environ.get("MASTER_ADDR", ""))  # the machine of rank 0
-    speed = None if card is None else speed_of(card)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (*own, load, os.cpu_count() or 1, card, speed))
-    machines, transports, loads, cores, *_ = zip(*found, strict=True)
-    busiest = max(range(len(found)), key=lambda rank: float(loads[rank] / cores[rank]))
-    names = {name for one in transports for name in one.split("+")}
-    where = {
-        "machines": len(set(machines)), "transport": "+".join(sorted(names)),
-        "load": round(loads[busiest], 2), "cores": cores[busiest],
-    }  # fmt: skip
-    inside = "shared memory" if "shm" in names else "loopback", None
-    *_, card, speed = next((one for one in found if one[0] != machines[0]), inside)
-    return where, {"card": card, "card_bits_per_s": speed}
