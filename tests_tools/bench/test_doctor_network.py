@@ -16,6 +16,7 @@ from bench_runs import keys_of
 import gradwire as gw
 from command_line import rows_of, run
 from gradwire.planner import Rules
+from gradwire.planner.links import Links
 from gradwire_tools.bench.network import network, surroundings
 from gradwire_tools.bench.network.network_verdict import FULL, HALF, METHODS, OURS, OWN, verdict
 from rooms.decide import Automatic, Pass, Passes, Tell, Use
@@ -194,6 +195,14 @@ def test_all_is_on_one_screen(measured: list[Any], monkeypatch: pytest.MonkeyPat
     assert {"gradwire", "target eager"} < {*told}
     parts = ["network", "computing", "kernels", *(f"step {name}" for name in METHODS), "verdict"]
     assert told[-len(parts) :] == parts
+
+
+def test_the_slowest_link_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(0, 1, 9e-3, 1e-9, 1e-9), (0, 2, 2e-3, 1e-9, 5e-9), (1, 2, 3e-3, 2e-9, 2e-9)]
+    monkeypatch.setattr(surroundings, "measure_links", lambda *_: Links.of(3, pairs))
+    known: Any = None
+    slowest = {"slowest": [0, 2], "alpha": 2e-3, "bandwidth": pytest.approx(8 / 5e-9)}
+    assert surroundings.slowest_link(known) == slowest
 
 
 def test_the_card_that_leads_to_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ Text = str | None
 Whole = int | None
 Real = float | None
 N = TypeVar("N", int, float)
-DEVELOPERS = "For developers"  # the group of commands that training needs not
+DEVELOPERS = "For developers"  # a group of commands
 
 
 def group(name: str, help: str, example: str, **settings: Any) -> typer.Typer:
-    """Commands below one word; `example` ends the help."""
+    """Commands below one word, or below gradwire itself, ""; `example` ends the help."""
     settings = {"no_args_is_help": True, **settings}
     return typer.Typer(name=name, help=help, epilog=_epilog(name, example), **settings)
 
@@ -41,7 +41,7 @@ def command(app: typer.Typer, name: str, example: str, **settings: Any) -> Calla
 
 
 def _epilog(*words: str) -> str:
-    return " ".join(["Example: gradwire", *words]).replace("gradwire gradwire", "gradwire").strip()
+    return " ".join(filter(None, ["Example: gradwire", *words]))
 
 
 def number(help: str) -> Any:
@@ -77,9 +77,7 @@ PerNode = Annotated[int, Option(help="Ranks per machine; they share its link.")]
 Model = Annotated[str, Option(help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")]
 # of what is simulated
 ManyRanks = Annotated[int, Option(help="Number of ranks, to thousands.")]
-Cores = Annotated[
-    Real, number("Processor cores that all ranks share; each has its own unless given.")
-]
+Cores = Annotated[Real, number("Cores that all ranks share; each has its own unless given.")]
 Backward = Annotated[float, number("Seconds in which gradients become ready, one after the other.")]
 KernelThreads = Annotated[int, Option(help="Threads per kernel.")]
 CurvesFile = Annotated[Path | None, Option(help="What kernels cost; written if missing.")]

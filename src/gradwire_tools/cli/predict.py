@@ -36,12 +36,8 @@ def sim(
     per_node: options.PerNode = 1,
     cores: options.Cores = None,
     backward: options.Backward = 0.0,
-    segments: Annotated[
-        Whole, Option(help="Pipeline units per chunk; by its size unless given.")
-    ] = None,
-    partitions: Annotated[
-        Whole, Option(help="Of algorithm parameter_server; one per rank.")
-    ] = None,
+    segments: Annotated[Whole, Option(help="Pipeline units per chunk.")] = None,
+    partitions: Annotated[Whole, Option(help="Of parameter_server; one per rank.")] = None,
     coordinated: Annotated[bool, Option("--coordinated", help="Send in rounds.")] = False,
     threads: options.KernelThreads = 1,
     curves: options.CurvesFile = None,

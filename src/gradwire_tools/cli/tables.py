@@ -8,7 +8,6 @@ the table; then borders go; and where none of that helps, each row is a list of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,9 +54,9 @@ def show(
     whole = [[heading(key), *(_text(key, one.get(key)) for one in rows)] for key in columns]
     same = [column for column in whole if len(rows) > 1 and len({*column[1:]}) == 1]
     other = [column for column in whole if column not in same]
-    for framed, told in itertools.product((True, False) if frame else (False,), (whole, other)):
+    for framed, told in ((True, whole), (True, other), (False, whole), (False, other)):
         widths = _widths(console.width, told, framed)
-        if widths is None:
+        if widths is None or framed > frame:
             continue
         if told is other:
             said = ", ".join(" ".join(column[:2]) for column in same)
@@ -112,15 +111,14 @@ def _text(column: str, value: object) -> str:
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_option(name, one)}" for name, one in value.items())
+        words = {True: "true", False: "false"}  # as users write options
+        return ", ".join(
+            f"{name}={words[one] if isinstance(one, bool) else _text(name, one)}"
+            for name, one in value.items()
+        )
     if isinstance(value, list | tuple):
         return ", ".join(_text(column, one) for one in value)
     return "-" if value is None else str(value)
-
-
-def _option(name: str, value: object) -> str:
-    """As users write it."""
-    return str(value).lower() if isinstance(value, bool) else _text(name, value)
 
 
 def _number(value: float) -> str:

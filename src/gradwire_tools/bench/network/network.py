@@ -66,23 +66,18 @@ _STEP = (
     "exposed_seconds:amount turn_seconds:amounts"
 )
 _STEP_MORE = "machines:positive transport:text load:amount cores:positive"
+_FACT = "available:flag detail:text"
+_LINK = (
+    "ranks:positive net:text card:text? card_bits_per_s:amount? bandwidth:amount alpha:amount "
+    "slowest:integers"
+)
+_KERNELS = "codec:text numel:count kernel_seconds:amount"
 KINDS = (
-    row_kind(
-        "doctor",
-        "available",
-        "available:flag detail:text ranks:positive net:text card:text? card_bits_per_s:amount? "
-        "bandwidth:amount alpha:amount slowest:integers",
-        part="network",
-    ),
-    row_kind(
-        "doctor",
-        "available codec",
-        "available:flag detail:text codec:text numel:count kernel_seconds:amount",
-        part="kernels",
-    ),
+    row_kind("doctor", "available", f"{_FACT} {_LINK}", part="network"),
+    row_kind("doctor", "available codec", f"{_FACT} {_KERNELS}", part="kernels"),
     row_kind("doctor", "part available method", _STEP, _STEP_MORE),
     row_kind("doctor", "part available step_seconds", _STEP),
-    row_kind("doctor", "part available detail", "part:text available:flag detail:text"),
+    row_kind("doctor", "part available detail", f"part:text {_FACT}"),
 )
 
 METHODS = network_verdict.METHODS
@@ -171,9 +166,8 @@ def plan(
         "give --model, or --compute of your own step": model is None and compute is None,
         "leave --quick out": quick,
     }
-    step = MeasuredStep(
-        world, shapes, compute, surer=tuple(how for how, helps in surer.items() if helps)
-    )
+    helps = tuple(how for how, would in surer.items() if would)
+    step = MeasuredStep(world, shapes, compute, surer=helps)
     return replace(step, turns=5, budget_seconds=15.0) if quick else step
 
 
@@ -191,37 +185,29 @@ def run(wanted: MeasuredStep) -> Iterator[Row]:
     where: Row = {**wanted.world.keys, "numel": models.numel(wanted.shapes)}
     links, *measured = wanted.measured()
     rows = [_row(one, where) for one in measured]
-    yield _network(links, wanted.world.keys)
-    yield {"part": "computing", "available": True, "detail": network_verdict.computing(rows)}
-    yield _kernels(measured[-1]["kernels"], where["numel"])
+    yield _fact("network", _told(links, where["net"]), **wanted.world.keys, **links)
+    yield _fact("computing", network_verdict.computing(rows))
+    took, numel = measured[-1]["kernels"], where["numel"]
+    told = f"{seconds(took)} per step to encode and decode {numel:,} values at 4 bits"
+    yield _fact("kernels", told, codec=network_verdict.OURS, numel=numel, kernel_seconds=took)
     yield from rows
     pays, text = network_verdict.verdict(rows, wanted.surer)
     yield {"part": "verdict", "available": pays, "detail": text}
 
 
-def _network(links: Row, where: Row) -> Row:
-    """The row of the slowest link, and of what carries it."""
-    (a, b), card, speed = links["slowest"], links["card"], links["card_bits_per_s"]
-    by = f"over {card or 'a card that is not known'}"
-    by += "" if where["net"] in ("none", "as it is") else " (emulated)"
-    by += "" if speed is None else f", a card of {bandwidth(speed)}"
-    return {
-        "part": "network",
-        "available": True,
-        "detail": (
-            f"{bandwidth(links['bandwidth'])} and {seconds(links['alpha'])} of latency between "
-            f"ranks {a} and {b}, the slowest pair, {by}"
-        ),
-        **where,
-        **links,
-    }
+def _fact(part: str, detail: str, **known: Any) -> Row:
+    return {"part": part, "available": True, "detail": detail, **known}
 
 
-def _kernels(kernel_seconds: float, numel: int) -> Row:
-    """The row of what encoding and decoding take."""
-    took = f"{seconds(kernel_seconds)} per step to encode and decode {numel:,} values at 4 bits"
-    known: Row = {"codec": network_verdict.OURS, "numel": numel, "kernel_seconds": kernel_seconds}
-    return {"part": "kernels", "available": True, "detail": took, **known}
+def _told(links: Row, net: str) -> str:
+    """The slowest link, and what carries it."""
+    (a, b), speed = links["slowest"], links["card_bits_per_s"]
+    emulated = "" if net in ("none", "as it is") else " (emulated)"
+    fast = "" if speed is None else f", a card of {bandwidth(speed)}"
+    return (
+        f"{bandwidth(links['bandwidth'])} and {seconds(links['alpha'])} of latency between ranks "
+        f"{a} and {b}, the slowest pair, over {links['card'] or 'an unknown card'}{emulated}{fast}"
+    )
 
 
 def _row(measured: Row, where: Row) -> Row:
