@@ -191,6 +191,7 @@ def test_all_is_on_one_screen(measured: list[Any], monkeypatch: pytest.MonkeyPat
         assert text.endswith(TRY)
         assert ("(emulated)" in text) is (net != "none")
         assert "target eager" not in text
+        assert "┏" not in text, "a frame takes lines"
     told = [row["part"] for row in rows_of("doctor", "--ranks", "4")]  # programs get all
     assert {"gradwire", "target eager"} < {*told}
     parts = ["network", "computing", "kernels", *(f"step {name}" for name in METHODS), "verdict"]
