@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire.decide.auto import worth
-from gradwire_tools.bench.quantities import digits, faster, seconds, than
+from gradwire_tools.bench.quantities import digits, faster, percent_of, seconds, than
 from gradwire_tools.bench.rows import Row
 
 METHODS = FULL, HALF, OWN, OURS = "torch-fp32", "torch-fp16-hook", "bf16", "qsgd:bits=4"
@@ -77,7 +77,7 @@ def computing(rows: Sequence[Row]) -> str:
     waiting = full["exposed_seconds"] / full["step_seconds"]
     return (
         f"{seconds(full['compute_seconds'])} per step; a step in fp32 takes "
-        f"{seconds(full['step_seconds'])}, of which {waiting:.0%} is waiting for gradients"
+        f"{seconds(full['step_seconds'])}, of which {percent_of(waiting)} is waiting for gradients"
     )
 
 
