@@ -1,6 +1,7 @@
 """Of `gradwire.handles`: what its page does not export, and tests use."""
 
-from gradwire.handles import bias, sharded_attach, torch_versions, uncompiled
+from gradwire.handles import bias, sharded_attach, switch, torch_versions, uncompiled
+from gradwire.handles import renamed as renamed
 from gradwire.handles.backward import in_backward
 from gradwire.handles.coalescing import Coalescing, Split
 from gradwire.handles.fsdp import Piece

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from command_line import rows_of, run, wrongly_refused
+from command_line import refusal, rows_of, run
 from gradwire.codecs import QSGD, Cast, Identity
 from gradwire.planner import Rules, make_plan
 from gradwire.planner.files import PlanFile, differences
@@ -165,14 +165,22 @@ def it_is_attached(rank: int, path: str) -> None:
         refuses(said, partial(gw.attach, DDP(network(*widths)), plan=path))
 
 
+def they_are_attached(rank: int, *paths: str) -> None:
+    for path in paths:
+        it_is_attached(rank, path)
+
+
 @pytest.mark.multiprocess
-def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_path: Path) -> None:
-    path = str(tmp_path / "plan.json")
-    given = ["--net", "10mbit,5ms", "--ranks", "2", "--curves", str(file), "--backward", "0.01"]
-    found = rows_of("plan", "--shapes", str(shapes), *given, "--save", path)
+def test_plans_for_a_given_network_and_for_that_of_torchrun_are_attached(
+    shapes: Path, file: Path, tmp_path: Path
+) -> None:
+    given, torchrun, rows = (str(tmp_path / name) for name in ("given", "torchrun", "rows"))
+    words = ["plan", "--shapes", str(shapes), "--curves", str(file), "--save"]
+    network = ["--net", "10mbit,5ms", "--ranks", "2", "--backward", "0.01"]
+    found = rows_of(*words, given, *network)
     best = min((row for row in found if row["part"] == "setting"), key=lambda row: row["seconds"])
     assert best["method"] == "qsgd:bits=4"
-    saved = PlanFile.read(path)
+    saved = PlanFile.read(given)
     assert saved.planned == {
         **{key: best[key] for key in ("algorithm", "segments", "coordinated", "coalesce_bytes")},
         "seconds": best["seconds"],
@@ -180,28 +188,19 @@ def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_pa
         "ranks": 2,
         "net": "10mbit,5ms",
     }
-    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", path).out
+    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", given).out
     least = max(best["least"], 1)
     assert {name: row["gradient"] for name, row in saved.rows.items()} == {
         name: "qsgd:bits=4" if len(shape) > 1 and math.prod(shape) >= least else "none"
         for name, shape in PlanFile.read(shapes).every_shape(shapes).items()
     }
-    as_processes(2, it_is_attached, path)
-
-
-@pytest.mark.multiprocess
-def test_a_plan_for_the_network_of_torchrun_is_attached(
-    shapes: Path, file: Path, tmp_path: Path
-) -> None:
-    path, rows = tmp_path / "plan.json", tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["-m", "gradwire", "plan", "--shapes", str(shapes), "--curves", str(file)]
-    command += ["--save", str(path), "--json", str(rows)]
+    command += ["-m", "gradwire", *words, torchrun, "--json", rows]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [json.loads(line) for line in Path(rows).read_text().splitlines()]
     assert {(row["net"], row["ranks"]) for row in found} == {("as it is", 2)}
     assert done.stdout.count(found[-1]["detail"][:20]) == 1  # of one rank
-    as_processes(2, it_is_attached, str(path))
+    as_processes(2, they_are_attached, given, torchrun)
 
 
 def test_measured_links_become_a_network() -> None:
@@ -224,32 +223,12 @@ def test_measured_links_become_a_network() -> None:
     assert (software.overhead, software.stack) == (links.typical_alpha, 0.0)
 
 
-MISTAKES = [
-    (["--model", "resnet50"], "give --model or --shapes, and --net"),
-    (["--net", "1gbit"], "give --model or --shapes, and --net"),
-    (["--model", "resnet50", "--net", "quick"], "network 'quick'"),
-    (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
-    (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
-    (["--model", "1e6", "--net", "none", "--ranks", "9999999"], "ranks=9999999: 65536 at most"),
-    (["--shapes", "s.json"], "or let torchrun start it (docs/how-to/automatic.md)"),
-    (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
-    (["--model", "1e6", "--net", "1gbit", "--save", "p"], "--save p: a plan has the names of"),
-    (["--save", "p"], "give --model or --shapes, and --net"),
-    (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
-    (["--model", "1e6", "--net", "1gbit", "--codec", "none"], "leave it out here"),
-    (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),
-]
-
-
-def test_bad_input_is_named(file: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [(["plan", *words, "--curves", str(file)], said) for words, said in MISTAKES]
-    faults = wrongly_refused(given)
+def test_machines_are_known_under_torchrun(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    machines = ["plan", "--shapes", str(shapes), "--per-node", "2"]
-    said = "--per-node 2: under torchrun the ranks' machines are known"
-    faults += wrongly_refused([(machines, said)])
-    assert not faults, "\n".join(faults)
+    complaint, fault = refusal("plan", "--shapes", str(shapes), "--per-node", "2")
+    assert not fault
+    assert "--per-node 2: under torchrun the ranks' machines are known" in complaint
 
 
 def test_without_arguments_it_helps() -> None:

@@ -187,5 +187,5 @@ def _told(made: Handle, pinned: PlanFile | None) -> Handle:
         log.info("attach: a single process sends nothing, so nothing is compressed")
     made.pinned = pinned
     if pinned is not None and pinned.planned and made.world_size > 1 and made.rank == 0:
-        log.info("attach: %s", pinned.expectation(made.world_size))
+        log.info("attach: %s", pinned.expectation(made.plan, made.world_size))
     return made

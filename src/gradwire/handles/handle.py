@@ -120,12 +120,9 @@ class Handle(Saved):
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
-        others: dict[str, Any] = {}  # of one kind of module each
         held = getattr(options, "coalesce_bytes", None)
-        if held is not None:
-            others["coalesce_bytes"] = held
-        if weights is not _SAME:
-            others["weights"] = weights
+        others = {} if held is None else {"coalesce_bytes": held}
+        others |= {} if weights is _SAME else {"weights": weights}
         on = self._reductions
 
         def changed(before: Plan) -> Plan:
@@ -354,7 +351,7 @@ class Handle(Saved):
         of = self._plan_now(), self.rank, comms, on.expected(), stats, self.world_size
         remarks = [f"  {line}" for line in on.remarks()]
         if self.pinned is not None and self.pinned.planned and self.plan.version == 0:
-            remarks.append(f"  {self.pinned.expectation(self.world_size, stats)}")
+            remarks.append(f"  {self.pinned.expectation(self.plan, self.world_size, stats)}")
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
         pending = [f"  {update}" for update in on.switch.pending()]
         found = summary(self._what(), *of)
@@ -418,7 +415,8 @@ class Handle(Saved):
         statistics begin anew. What the broken pass had sent is in residuals, or lost.
 
         Raises:
-            ConfigError: the handle was detached.
+            ConfigError: the handle was detached; or FSDP2 has not recovered on some rank, and
+                later passes go on to raise.
             TransportError: the group itself is broken, or a rank did not make the call.
         """
         self._check_attached("recover")
@@ -430,12 +428,15 @@ class Handle(Saved):
             )
         adaptation = on.adaptation
         passes = 0 if adaptation is None else adaptation.passes
-        now = max(m.step for m in self._members.values()), self.plan.version, passes
+        lacking, steps = on.unrecovered(), [m.step for m in self._members.values()]
+        now = lacking, max(steps), self.plan.version, passes
         comms = [owner.comm for owner in on.owners]
         for comm in comms:
             comm.check()
         told = ranks_of(comms, [owner.key for owner in on.owners]).tell("recovery", now).result()
-        step, version, passes = map(max, zip(*told, strict=True))
+        lacking, step, version, passes = map(max, zip(*told, strict=True))
+        if lacking:  # on one rank at least
+            raise ConfigError(f"recover: {lacking}")
         for member in self._members.values():
             member.step = step  # equal on all ranks, and random numbers that were not drawn yet
         # Some ranks may have adopted it, so all have prepared it.

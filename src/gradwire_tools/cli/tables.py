@@ -22,7 +22,6 @@ HEADINGS = {
     "gradients_wire_bytes": "gradients (MB)",
     "synchronisation_seconds": "synced (ms)",
     "uncompressed_seconds": "plain (ms)",
-    "coalesce_bytes": "coalesce (MB)",
     "wire_bytes": "sent (MB)",
     "seconds": "time (ms)",
     "bytes": "size (MB)",
@@ -36,10 +35,7 @@ HEADINGS = {
     "numel": "values",
     "error_feedback": "feedback",
     "error_metric": "error",
-    "of_uniform": "of uniform",
-    "ms_per_million": "ms per million",
     "orthogonal_share": "orthogonal",
-    "state_bytes_per_value": "state bytes per value",
     "partition_ratio": "in parts",
     "op": "kernel",
 }  # of keys that the rules of `heading` do not make short and plain
