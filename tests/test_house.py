@@ -58,12 +58,12 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "__init__":       (  118,  0,  0, "..flexible"),
     "tools/sim":      ( 2902, 37,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
-    "tools/bench":    ( 8467, 49,  0, "..__init__ tools/sim tools/lab"),
-    "tools/predict":  (  678,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
+    "tools/bench":    ( 8580, 49,  0, "..__init__ tools/sim tools/lab"),
+    "tools/predict":  (  697,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
     "tools/report":   ( 3135, 11,  0, "errors tools/bench tools/predict"),
     "tools/demo":     (  114,  0,  0, "tools/lab tools/bench tools/report"),
     "tools/doctor":   (   82,  0,  0, "..__init__ tools/lab"),
-    "tools/cli":      ( 1569,  2,  0, "..tools/doctor"),
+    "tools/cli":      ( 1639,  2,  0, "..tools/doctor"),
     "__main__":       (    5,  0,  0, "tools/cli"),
 }  # fmt: skip
 

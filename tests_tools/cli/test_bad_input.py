@@ -213,9 +213,7 @@ def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[s
         yield from commands(below, (*words, name))
 
 
-def every_command(
-    command: Any, words: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+def every_command(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """A command and all below it, by their words."""
     yield words, command
     for name, one in getattr(command, "commands", {}).items():
@@ -250,10 +248,8 @@ def test_help_shows_first_what_users_need(words: tuple[str, ...], first: str) ->
         {*re.findall(r"^\S (\w+)  ", part, re.MULTILINE)}
         for part in (users.split("Commands")[1], developers)
     ]
-    (root,) = [
-        one for path, one in every_command(typer.main.get_command(program.app)) if path == words
-    ]
-    assert listed == [{*first.split()}, root.commands.keys() - {*first.split()}]
+    every = dict(every_command(typer.main.get_command(program.app)))
+    assert listed == [{*first.split()}, every[words].commands.keys() - {*first.split()}]
 
 
 def exit_codes() -> Iterator[str]:
