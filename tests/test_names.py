@@ -36,8 +36,8 @@ def test_names_are_few_and_there_and_methods_are_where_errors_say() -> None:
 def test_what_has_gone_says_what_to_write() -> None:
     gone = {
         "AdaComp", "Cast", "DGC", "ErrorFeedback", "Float8", "GlobalTopK", "GradDrop",
-        "HardThreshold", "Identity", "LGreco", "LearnedLevels", "LowRank", "MSTopK", "OneBit", "Probe",
-        "RandomK", "RandomShift", "Rotated", "Saturating", "TBQ", "TernGrad", "ThreeLC", "Triggers",
+        "HardThreshold", "Identity", "LGreco", "LearnedLevels", "LowRank", "MSTopK", "OneBit",
+        "Probe", "RandomK", "RandomShift", "Rotated", "Saturating", "TBQ", "TernGrad", "ThreeLC", "Triggers",
         "load_state_dict", "state_dict",
     }  # fmt: skip
     for name in gone:

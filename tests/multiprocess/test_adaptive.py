@@ -68,7 +68,7 @@ def test_a_policy_changes_the_plan(
     again: Any = gw.attach(model, codec, policy=often, error_feedback=feedback)
     again.load_state_dict(state)
     assert methods(again) == before
-    assert again.adaptation.passes == state["policy"]["passes"]
+    assert again._reductions.adaptation.passes == state["policy"]["passes"]
     passes(model, 500, 502)
     bad = {**state, "policy": {"passes": 3}}
     refuses("for 'policy'", lambda: again.load_state_dict(bad))

@@ -133,7 +133,7 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
                 "use one of none, payload, redraw, reference",
                 {"weights": "randomshift", "options": gw.Options(keep="all")},
             ),
-            ("give weights, too", {"options": gw.Options(keep="payload")}),
+            ("give weights, too", {"weights": None, "options": gw.Options(keep="payload")}),
             ("give a codec by name", {"weights": 8}),
         )
     ),
@@ -186,7 +186,7 @@ def refused(rank: int, said: str, error: BaseException | None) -> None:
 
 
 WRONG = [
-    (False, "no argument 'sed'", {"sed": 1}),
+    (False, "no argument 'includes'", {"includes": 1}),
     (False, "options=5", {"options": 5}),
     (False, "no file", {"plan": "/nowhere"}),
     (False, "policy", {"policy": "lgreco", "exclude": ["*"]}),

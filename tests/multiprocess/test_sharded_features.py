@@ -262,11 +262,12 @@ def test_weights_are_alike_and_losses_those_of_fsdp(rank: int, feature: str, kee
     # What is sent as differences begins with the weights as they are.
     steps = 2 + chosen.late + 2 * (keep == "reference")
     plain, *_ = train(chosen, steps)
-    same, _, stats = train(chosen, steps, codec="identity", weights={"*": "identity"}, keep=keep)
+    kept = gw.Options(keep=keep)
+    same, _, stats = train(chosen, steps, codec="identity", weights={"*": "identity"}, options=kept)
     assert stats["weights_calls"] > 0
     # Sums of more than two ranks differ in their last bits.
     assert same == (plain if chosen.ranks == 2 else pytest.approx(plain, rel=1e-4))
-    coded, gathers, _ = train(chosen, steps, codec="qsgd:bits=8", weights=EIGHT, keep=keep)
+    coded, gathers, _ = train(chosen, steps, codec="qsgd:bits=8", weights=EIGHT, options=kept)
     assert coded == pytest.approx(plain, rel=0.1)
     assert coded != plain
     assert alike([(step, digest) for step, _, digest in gathers])

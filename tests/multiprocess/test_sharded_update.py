@@ -118,7 +118,7 @@ def test_unlike_plans_are_refused(rank: int, replicas: int, asks: str) -> None:
         ("takes a codec, not powersgd", lambda: handle.update("powersgd")),
         ("matches no parameter", lambda: handle.update(exclude=["nothing.*"])),
         ("ranks that hold shards", lambda: handle.update(options=machines)),
-        ("keep is as `attach` was told", lambda: handle.update(keep="none")),
+        ("keep is as `attach` was told", lambda: handle.update(options=gw.Options(keep="none"))),
     ):
         refuses(said, call)
 

@@ -182,14 +182,14 @@ def test_differences_are_told(tmp_path: Path) -> None:
     plan_by("qsgd:bits=4", codecs={"conv.*": "qsgd:bits=2"}, error_feedback=True).save(paths[1])
     rows = rows_of("plan", "diff", *paths)
     assert [row["parameter"] for row in rows] == ["conv.weight", "list.[0].weight"]
-    assert rows[0]["a"] == "qsgd"
+    assert rows[0]["a"] == "qsgd:bits=4"
     assert rows[0]["b"] == "qsgd:bits=2, error feedback"
     other = json.loads(Path(paths[0]).read_text())
     other["parameters"]["conv.weight"] |= {"shape": [4, 8, 3, 3]}
     Path(paths[1]).write_text(json.dumps(other))
     (row,) = rows_of("plan", "diff", *paths)
-    assert row["a"] == "qsgd, shape (8, 4, 3, 3)"
-    assert row["b"] == "qsgd, shape (4, 8, 3, 3)"
+    assert row["a"] == "qsgd:bits=4, shape (8, 4, 3, 3)"
+    assert row["b"] == "qsgd:bits=4, shape (4, 8, 3, 3)"
     same = run("plan", "diff", paths[0], paths[0])
     assert same.code == 0
     assert "the plans are equal" in same.out
@@ -201,7 +201,7 @@ def test_a_plan_is_shown_with_bits_per_value(tmp_path: Path) -> None:
     rows = {row["parameter"]: row for row in rows_of("plan", "show", path)}
     factors = 4 * 2 * (8 + 4 * 9)  # bytes of two fp32 columns for each side of 8 x 36
     assert rows["conv.weight"]["bits"] == 8 * factors / (8 * 36)
-    assert rows["list.[0].weight"]["method"] == "qsgd, error feedback"
+    assert rows["list.[0].weight"]["method"] == "qsgd:bits=4, error feedback"
     assert 4 < rows["list.[0].weight"]["bits"] < 5
     assert rows["norm.bias"]["bits"] == 32
     assert "3 parameters, 2,368 values, " in run("plan", "show", path).out

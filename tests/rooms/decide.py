@@ -9,6 +9,7 @@ from gradwire.decide.scripts import (
     UNTIMED,
     Make,
     NextWindow,
+    Pass,
     Passes,
     Runner,
     Script,

@@ -208,6 +208,11 @@ PROFILE = [
 ]  # fmt: skip
 DOCTOR: list[dict[str, Any]] = [
     {"part": "gradwire", "available": True, "detail": "0.1.0"},
+    {"part": "network", "available": True, "detail": "100 Mbit/s", "ranks": 2,
+     "net": "100mbit,1ms", "card": "eth0", "card_bits_per_s": 1e9, "bandwidth": 1e8,
+     "alpha": 1e-3, "slowest": [0, 1]},
+    {"part": "kernels", "available": True, "detail": "12 ms per step", "codec": "qsgd:bits=4",
+     "numel": 5_000_000, "kernel_seconds": 0.012},
     *(
         {"part": f"step {method}", "available": True, "detail": "a step", "method": method,
          "ranks": 2, "net": "100mbit,1ms", "numel": 5_000_000, "step_seconds": step,
@@ -296,7 +301,7 @@ CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and whic
     "validated": ([VALIDATED], [0]),
     "transports": (TRANSPORT, [0]),
     "profile": (PROFILE, [0]),
-    "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
+    "doctor": (DOCTOR, [0, 1, 2, 3, len(DOCTOR) - 1]),
     "recorded": ([RECORDED], [0]),
     "checked": ([CHECKED], [0]),
 }

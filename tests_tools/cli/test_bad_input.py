@@ -9,6 +9,8 @@ it anew, and its difference is a line of the changelog.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -200,7 +202,7 @@ STORED = Path(__file__).with_name("interface.txt")
 def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[str]:
     """Lines on a command, and on those below it: its help, and a line per option."""
     yield f"$ {' '.join(words)}"
-    yield textwrap.indent((command.help or "").strip(), "  ")
+    yield textwrap.indent(f"{command.help}\n{command.epilog}", "  ")
     for parameter in command.params:
         names = " ".join([*parameter.opts, *parameter.secondary_opts])
         repeated = "..." if parameter.multiple or parameter.nargs == -1 else ""
@@ -209,6 +211,45 @@ def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[s
         yield f"  {names}{repeated}: {needed}. {said}"
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, (*words, name))
+
+
+def every_command(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A command and all below it, by their words."""
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from every_command(one, *words, name)
+
+
+def test_every_help_ends_in_an_example_that_can_be_run() -> None:
+    """And its lines end where sentences of a paragraph do."""
+    root = typer.main.get_command(program.app)
+    every = dict(every_command(root))
+    assert len(every) > 20
+    for words, command in every.items():
+        said = command.epilog or ""
+        assert said.startswith(" ".join(["Example: gradwire", *words])), words
+        assert run(*words, "--help").out.split()[-len(said.split()) :] == said.split()
+        assert len(said) < 80
+        assert not re.search(r"[^\n]\n[^\n]", command.help), words
+        given, named = shlex.split(said)[2:], root
+        while given and given[0] in getattr(named, "commands", {}):
+            named = named.commands[given.pop(0)]
+        assert given or words
+        named.make_context("it", given)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [((), "doctor demo lab plan report codec"), (("bench",), "collectives kernels train")],
+)
+def test_help_shows_first_what_users_need(words: tuple[str, ...], first: str) -> None:
+    users, developers = run(*words, "--help").out.split("For developers")
+    listed = [
+        {*re.findall(r"^\S (\w+)  ", part, re.MULTILINE)}
+        for part in (users.split("Commands")[1], developers)
+    ]
+    every = dict(every_command(typer.main.get_command(program.app)))
+    assert listed == [{*first.split()}, every[words].commands.keys() - {*first.split()}]
 
 
 def exit_codes() -> Iterator[str]:

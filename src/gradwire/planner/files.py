@@ -271,7 +271,8 @@ def _told(plan: PlanFile, name: str) -> str | None:
         return None
     feedback = ", error feedback" if row.get("error_feedback") else ""
     weight = row.get("weight", "none")
-    return str(row["gradient"]) + feedback + ("" if weight == "none" else f", weights {weight}")
+    named = [registry.text(registry.get(one), bits=True) for one in (row["gradient"], weight)]
+    return named[0] + feedback + ("" if weight == "none" else f", weights {named[1]}")
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
