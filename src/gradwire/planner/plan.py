@@ -6,6 +6,7 @@ Codecs, and all aggregators but `Dense`, take fp32, fp16 and bf16. A parameter o
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -114,6 +115,8 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     weights: WeightRules | None = None
     levels: Learned = field(default_factory=Learned)
+
+    __signature__ = inspect.Signature()  # attach makes it
 
     @property
     def encoders(self) -> list[Codec]:
