@@ -59,7 +59,7 @@ def test_codec_list_has_a_row_for_each(tmp_path: Path) -> None:
     assert rows["qsgd"]["options"]["bits"] == 4
     assert rows["qsgd"]["kind"] == "codec"
     assert rows["powersgd"]["kind"] == rows["artopk"]["kind"] == "aggregator"
-    assert rows["powersgd"]["options"] == {"rank": 2, "warm": True, "orthogonal": "cholesky"}
+    assert rows["powersgd"]["options"] == {"rank": 8, "warm": True, "orthogonal": "cholesky"}
     # The same rows go to a file, and then a table to people.
     file = tmp_path / "rows.jsonl"
     said = run("codec", "list", "--json", str(file)).out

@@ -68,7 +68,7 @@ class PowerSGD(Aggregator):
         ConfigError: an option has no legal value.
     """
 
-    rank: int = 2
+    rank: int = 8
     warm: bool = True
     orthogonal: str = "cholesky"
 

@@ -68,7 +68,7 @@ def attach(
             compressed; others (float64, complex) are averaged uncompressed. Over NCCL, gradients
             move from GPU to GPU; over gloo alone, through host memory.
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
-            options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
+            options as further keywords or in the name ("powersgd:rank=8"; see `gradwire codec
             list`), a Codec, an Aggregator, or None for no compression. "auto" or gw.Auto(), for
             DDP, measures and decides (docs/how-to/automatic.md). On the CPU, where a rank can
             compile no kernels, bf16 is sent instead, with a warning (docs/reference/kernels.md).

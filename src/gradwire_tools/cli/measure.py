@@ -62,7 +62,7 @@ def bench_kernels(
 options.command(bench, "train", "--net 100mbit,1ms --json rows.jsonl")(bench_train)
 
 
-@developer("aggregators", "--methods powersgd:rank=4 --quick")
+@developer("aggregators", "--methods powersgd:rank=8 --quick")
 def bench_aggregators(
     methods: Annotated[Text, Option(help="Comma-separated; by default a sweep of ranks.")] = None,
     task: Annotated[
