@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from gradwire.aggregators import (
@@ -116,5 +117,6 @@ def _rounds(
         )
         for p in planned
     ]
-    zeros = [AllReduce(torch.zeros(p.numel, dtype=p.dtype)) for p in planned]
+    # Of numpy, which leaves pages alone that nothing touches.
+    zeros = [AllReduce(torch.from_numpy(np.zeros(p.numel, "f4"))) for p in planned]
     return tuple(one.parts for one in rounds_of(members, zeros, options, 0, world_size))
