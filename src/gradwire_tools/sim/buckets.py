@@ -1,5 +1,5 @@
-"""What DDP's hook averages together: scopes of buckets, the last parameters first, and the rounds of
-collectives that their aggregators ask for."""
+"""What DDP's hook averages together: scopes of buckets, the last parameters first, and the rounds
+of collectives that their aggregators ask for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which setting averages a model's gradients soonest: found by simulating each on measured costs.
 
-A *setting* is a codec or an aggregator for matrices of `least` values or more (or bf16, or none), an
-algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
+A *setting* is a codec or an aggregator for matrices of `least` values or more (or bf16, or none),
+an algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
 `gradwire_tools.sim.predict`; the formulas of gradwire_tools.sim.costs explain a single gradient.
 
     1. every codec with every algorithm in which it is defined
@@ -280,8 +280,8 @@ def described(
 
 
 def name(codec: Codec | Aggregator) -> str:
-    """A codec or an aggregator as users write it, "none" for full precision; or as it prints itself where it has no
-    name."""
+    """A codec or an aggregator as users write it, "none" for full precision; or as it prints itself
+    where it has no name."""
     if codec == FULL:
         return "none"
     try:

@@ -9,9 +9,9 @@
 
 A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is the
 number of payloads that a merge sums. Before each of its rounds and after the last, an aggregator
-computes CALL + values * (VALUE + ranks * RANK) seconds for each parameter. `engine` and `link` hold the fields of `Overheads` and
-`Software`; the defaults cost no time. `gradwire sim --curves FILE` measures this machine if FILE
-does not exist.
+computes CALL + values * (VALUE + ranks * RANK) seconds for each parameter. `engine` and `link` hold
+the fields of `Overheads` and `Software`; the defaults cost no time. `gradwire sim --curves FILE`
+measures this machine if FILE does not exist.
 """
 
 from __future__ import annotations

@@ -193,9 +193,9 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     Returns:
         A row: model, numel, algorithm, ranks, per_node, net, seconds (from the start of backward
         until the last rank has the last average), compute_seconds (time of kernels and
-        aggregators on the busiest rank), wire_bytes (sent by rank 0), limit_seconds (bytes that leave its node / rate + rounds
-        * latency, and at least backward; None without a rate), of_limit (limit_seconds / seconds),
-        backward_seconds, buckets, messages (sent by rank 0), exact (whether every rank was
+        aggregators on the busiest rank), wire_bytes (sent by rank 0), limit_seconds (bytes that
+        leave its node / rate + rounds * latency, and at least backward; None without a rate),
+        of_limit (limit_seconds / seconds), backward_seconds, buckets, messages (sent by rank 0), exact (whether every rank was
         simulated; otherwise one node represented all).
 
     Raises:
@@ -243,5 +243,6 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
 
 def _latencies(algorithm: Algorithm, ranks: int) -> int:
     """Messages between nodes on the longest chain."""
-    between = isinstance(algorithm, Hierarchical)
-    return algorithm.rounds_between(ranks) if between else algorithm.rounds(ranks)
+    if isinstance(algorithm, Hierarchical):
+        return algorithm.rounds_between(ranks)
+    return algorithm.rounds(ranks)

@@ -163,19 +163,21 @@ def _graphs(
     """As of `Ensemble.graphs`, of the steps' collectives."""
     n, parts, torchs = scenario.ranks, [], []
     for one in steps:
+        operation, is_torch = GATHER, isinstance(scenario.weights, Torch)
         if one.lane == "gather":
-            operation, sent, specs = GATHER, scenario.weights, gathers[one.group].bucket
+            specs = gathers[one.group].bucket
         else:
-            operation, sent = SCATTER, scenario.gradients
-            specs = scattered(scenario.groups[one.group], sent, scenario.feedback, n)
-        torchs.append(isinstance(sent, Torch))
-        options = Options(segments=1) if torchs[-1] else scenario.options
+            operation, is_torch = SCATTER, isinstance(scenario.gradients, Torch)
+            group = scenario.groups[one.group]
+            specs = scattered(group, scenario.gradients, scenario.feedback, n)
+        torchs.append(is_torch)
+        options = Options(segments=1) if is_torch else scenario.options
         parts.append(Part(operation, specs, options, torch.device("cpu")))
     represented, graphs = Ensemble(n, scenario.per_node, curves).graphs(parts, scenario.exact)
     return represented, [
         [
-            by_torch(timed, part.specs) if is_torch else timed
-            for timed, part, is_torch in zip(mine, parts, torchs, strict=True)
+            by_torch(timed, part.specs) if of_torch else timed
+            for timed, part, of_torch in zip(mine, parts, torchs, strict=True)
         ]
         for mine in graphs
     ]
