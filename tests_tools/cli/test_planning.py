@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from command_line import rows_of, run, wrongly_refused
+from gradwire.aggregators import PowerSGD
 from gradwire.codecs import QSGD, Cast, Identity
 from gradwire.planner import Rules, make_plan
 from gradwire.planner.files import PlanFile
@@ -33,6 +34,7 @@ from machines import priced
 from ranks import as_processes, refuses
 
 MODEL = "256x1024,4096x512,64x64"
+LOW = "powersgd:rank=8"  # the last of the default methods
 
 
 @pytest.fixture
@@ -40,7 +42,9 @@ def file(tmp_path: Path) -> Path:
     seconds = {QSGD(bits=4): 1e-9, Cast("bf16"): 3e-10, Identity(): 1e-10}
     prices = {codec: (2e-6, value, value) for codec, value in seconds.items()}
     engine, link = Overheads(start=1e-4, task=5e-6), Software(overhead=2e-5)
-    priced(prices, engine=engine, link=link).save(tmp_path / "curves.json")
+    known = priced(prices, engine=engine, link=link)
+    computing = {"powersgd(rank=8), error feedback": [(2e-5, 5e-10, 0.0)] * 3}
+    replace(known, aggregators=computing).save(tmp_path / "curves.json")
     return tmp_path / "curves.json"
 
 
@@ -54,15 +58,16 @@ def test_a_slow_network_and_a_fast_one(file: Path) -> None:
         )
         assert [row["numel"] for row in layers] == [4096, 1 << 18, 1 << 21]
         assert layers[-1]["compress"] is pays
-        assert {row["method"] for row in settings} == {"none", "bf16", "qsgd"}
+        assert {row["method"] for row in settings} == {"none", "bf16", "qsgd", LOW}
+        assert {row["method"] for row in layers} == {"qsgd"}
         times = [row["seconds"] for row in settings]
         assert times == sorted(times)
         assert verdict["compress"] is pays
-        assert (verdict["method"] == "qsgd") is pays
+        assert (verdict["method"] == LOW) is pays
         assert ("best:" in verdict["detail"]) is not pays
         assert all(row["ranks"] == 2 and row["net"] == net for row in found)
     told = run("plan", *given).err
-    assert told.startswith("simulating none by sra; codec: 1 of 3\n")
+    assert told.startswith("simulating none by sra; codec: 1 of 4\n")
 
 
 def test_the_table_tells_settings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +151,8 @@ def it_is_attached(rank: int, path: str) -> None:
     assert f"  {said}" in str(handle).splitlines()
     assert "expects" not in str(handle)
     handle.detach()
-    given = gw.attach(model, plan=path, algorithm="tree", coalesce_bytes=5)
+    options = gw.Options(algorithm="tree", coalesce_bytes=5)
+    given = gw.attach(model, plan=path, options=options)
     assert (given.plan.options.algorithm, given.plan.coalesce_bytes) == ("tree", 5)
     for widths, said in (
         ((256, 256, 8, 8), "plan: the file has no parameter 2.weight"),
@@ -159,22 +165,22 @@ def it_is_attached(rank: int, path: str) -> None:
 @pytest.mark.multiprocess
 def test_a_plan_for_a_given_network_is_attached(shapes: Path, file: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    given = ["--net", "10mbit,5ms", "--ranks", "2", "--curves", str(file), "--backward", "0.01"]
+    given = ["--net", "1mbit,5ms", "--ranks", "2", "--curves", str(file), "--backward", "0.01"]
     found = rows_of("plan", "--shapes", str(shapes), *given, "--save", path)
     best = min((row for row in found if row["part"] == "setting"), key=lambda row: row["seconds"])
-    assert best["method"] == "qsgd"
+    assert best["method"] == LOW
     saved = PlanFile.read(path)
     assert saved.planned == {
         **{key: best[key] for key in ("algorithm", "segments", "coordinated", "coalesce_bytes")},
         "seconds": best["seconds"],
         "backward_seconds": 0.01,
         "ranks": 2,
-        "net": "10mbit,5ms",
+        "net": "1mbit,5ms",
     }
-    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", path).out
+    assert "planned for 2 ranks on 1mbit,5ms\n" in run("plan", "show", path).out
     least = max(best["least"], 1)
     assert {name: row["gradient"] for name, row in saved.rows.items()} == {
-        name: "qsgd" if len(shape) > 1 and math.prod(shape) >= least else "none"
+        name: LOW if math.prod(shape) >= least and PowerSGD(8).shrinks(shape) else "none"
         for name, shape in PlanFile.read(shapes).every_shape(shapes).items()
     }
     as_processes(2, it_is_attached, path)
@@ -229,6 +235,8 @@ MISTAKES = [
     (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "none"], "leave it out here"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),
+    (["--model", "1e3x1e3", "--net", "1gbit", "--codec", "powersgd"], "no curves for powersgd"),
+    (["--model", "1e6", "--net", "1gbit", "--codec", LOW], "rank=8 does not shrink a matrix of 1"),
 ]
 
 

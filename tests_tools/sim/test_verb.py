@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     used += [get("qsgd", bits=bits) for bits in (2, 4, 8)]
     prices = dict.fromkeys(used, (1e-5, 3e-10, 1e-10))
     path = tmp_path_factory.mktemp("curves") / "curves.json"
-    priced(prices, engine=USUAL.engine, link=USUAL.link).save(path)
+    known = priced(prices, engine=USUAL.engine, link=USUAL.link)
+    computing = {"powersgd(rank=4), error feedback": [(1e-5, 5e-10, 1e-11)] * 3}
+    replace(known, aggregators=computing).save(path)
     return str(path)
 
 
@@ -50,6 +53,8 @@ def test_a_row_for_each_codec_and_algorithm(file: str) -> None:
         assert row["exact"] is True
         assert row["limit_seconds"] == pytest.approx(row["wire_bytes"] * 8e-9 + 1e-3, abs=1.1e-3)
         assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
+    (low,) = rows_of(file, "--model", "1000x1000,64x64", "--codec", "powersgd:rank=4")
+    assert (low.keys(), low["method"]) == (KEYS, "gradwire:powersgd:rank=4")
     # half the bits, except for the metadata
     assert rows[2]["wire_bytes"] == pytest.approx(rows[0]["wire_bytes"] * 36 / 68, rel=0.01)
 
@@ -124,6 +129,10 @@ MISTAKES = [
     (["--backward", "-1"], "backward"),
     (["--codec", "qsdg"], "qsdg"),
     (["--codec", "qsgd:algorithm=ring"], "--algorithm"),
+    (["--codec", "none"], "leave it out here"),
+    (["--codec", "powersgd", "--model", "64x64"], "no curves for powersgd(rank=2), error feedback"),
+    (["--codec", "powersgd"], "rank=2 does not shrink a matrix of 1 x 10000"),
+    (["--codec", "topkc", "--model", "llama-7b"], "a scope of more than 1073741824 values"),
     (["--codec", "qsgd:error_feedback=3"], "error_feedback"),
     (["--codec", ""], "--codec is empty"),
     (["--algorithm", "star"], "star"),
@@ -144,6 +153,7 @@ MISTAKES = [
     (["--plot", "plot.pdf"], "plot.pdf"),
     (["--plot", "no such folder/plot.png"], "existing folder"),
     (["--codec", "terngrad"], "no curve"),
+    (["--sharded", "--methods", "gradwire:w=bf16:g=powersgd"], "FSDP2 scatters through a single"),
     (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
     (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
     (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),

@@ -1,8 +1,8 @@
 """Which setting averages a model's gradients soonest: found by simulating each on measured costs.
 
 A *setting* is a codec or an aggregator for matrices of `least` values or more (or bf16, or none),
-an algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
-`gradwire_tools.sim.predict`; the formulas of gradwire_tools.sim.costs explain a single gradient.
+an algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked
+by `gradwire_tools.sim.predict`; the formulas of gradwire_tools.sim.costs explain a single gradient.
 
     1. every codec with every algorithm in which it is defined
     2. of each codec, the best few algorithms: in coordinated rounds, then with other segments, then

@@ -195,8 +195,8 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         until the last rank has the last average), compute_seconds (time of kernels and
         aggregators on the busiest rank), wire_bytes (sent by rank 0), limit_seconds (bytes that
         leave its node / rate + rounds * latency, and at least backward; None without a rate),
-        of_limit (limit_seconds / seconds), backward_seconds, buckets, messages (sent by rank 0), exact (whether every rank was
-        simulated; otherwise one node represented all).
+        of_limit (limit_seconds / seconds), backward_seconds, buckets, messages (sent by rank 0),
+        exact (whether every rank was simulated; otherwise one node represented all).
 
     Raises:
         ConfigError: a codec has no curve.
