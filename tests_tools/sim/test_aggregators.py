@@ -73,7 +73,7 @@ def test_rounds_and_bytes_are_those_of_a_run(method: str) -> None:
 
     rounds, sent = as_threads(ranks, body)[0]
     assert [shown(scope.rounds) for scope in one.scopes] == rounds
-    parts = [part for scope in one.scopes for of_round in scope.rounds for part in of_round]
+    parts = [part for scope in one.scopes for part in scope.parts]
     varies = [layout(s.codec, s.dtype).data_dependent for part in parts for s in part.specs]
     assert any(varies) == (method == "dgc")
     found = predict(one, costs(one))["wire_bytes"]
@@ -109,17 +109,16 @@ def test_backward_waits_for_what_is_computed_before_the_first_round() -> None:
     early, late = (predict(one, costs(one, *of))["seconds"] for of in ((1e-7,), (0.0, 1e-7)))
     assert early == pytest.approx(1.0 + 8 * 512 * 512 * 1e-7)
     # What follows a round is hidden, but for that of the last scope.
-    last = sum(sum(numels) for _, numels in one.scopes[-1].numels)
+    last = sum(p.numel for p in one.scopes[-1].members)
     assert late == pytest.approx(1.0 + last * 1e-7)
 
 
 def test_aggregators_over_the_model_wait_for_all_of_it() -> None:
     one = scenario(4, "resnet50", codec=registry.get("topkc"))
     *others, whole = one.scopes
-    assert [of.numels for of in others if of.numels] == []
-    ((aggregator, numels),) = whole.numels
-    assert isinstance(aggregator, ErrorFeedback)
-    assert (len(numels), len(whole.rounds), whole.ready) == (54, 2, 25_557_032)
+    assert [of.computing for of in others if of.computing] == []
+    assert {type(p.aggregator) for p in whole.computing} == {ErrorFeedback}
+    assert (len(whole.members), len(whole.rounds), whole.ready) == (54, 2, 25_557_032)
 
 
 def test_one_node_stands_for_all_in_rounds_of_several_algorithms() -> None:

@@ -141,7 +141,8 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
     priced = [of for one in chosen for of in scenario(where, plain(one, where)[0]).priced]
     found = None if world is None else join(world)
     known = simulate.known_curves([FULL, HALF, *priced], wanted.threads, wanted.file, wanted.fresh)
-    known.check(priced)  # what has no curves is refused before work begins
+    for of in priced:  # what has no curves is refused before work begins
+        known.seconds(of, "encode", 0, 0) if isinstance(of, Codec) else known.of_aggregator(of)
     where = replace(where, curves=known) if found is None else measured(where, known, *found)
     choice = choose(where, chosen, progress)
     context = {

@@ -3,21 +3,18 @@ of collectives that their aggregators ask for."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from gradwire.aggregators import (
-    Aggregator,
     Attached,
     Dense,
     Encoded,
-    ErrorFeedback,
     rounds_of,
 )
 from gradwire.collectives import AllReduce, Options, Part
@@ -41,33 +38,39 @@ class Scope:
 
     Attributes:
         ready: how many values of the model have gradients once all of theirs are there.
-        numels: of each aggregator that computes, the numbers of values of its parameters.
+        members: the parameters.
         rounds: their collectives, round by round.
     """
 
     ready: int
-    numels: tuple[tuple[Aggregator, tuple[int, ...]], ...]
+    members: tuple[ParameterPlan, ...]
     rounds: tuple[tuple[Part, ...], ...]
 
-    def computing(self, curves: Curves, ranks: int) -> list[float]:
-        """The seconds that aggregators compute before each round, and after the last.
+    @property
+    def parts(self) -> list[Part]:
+        """The collectives of all rounds."""
+        return [*itertools.chain(*self.rounds)]
+
+    @property
+    def computing(self) -> list[ParameterPlan]:
+        """The members whose aggregators compute outside of kernels."""
+        encoded = [isinstance(p.inner, Encoded) and p.inner.scope == "layer" for p in self.members]
+        pairs = zip(self.members, encoded, strict=True)
+        return [p for p, is_encoded in pairs if not is_encoded and p.inner != Dense()]
+
+    def seconds(self, curves: Curves, ranks: int) -> list[float]:
+        """What aggregators compute before each round, and after the last.
 
         Raises:
             ConfigError: an aggregator has no curves.
         """
         seconds = [0.0] * (len(self.rounds) + 1)
-        for aggregator, numels in self.numels:
-            for number, (call, value, rank) in enumerate(curves.of_aggregator(aggregator)):
+        for p in self.computing:
+            for number, (call, value, rank) in enumerate(curves.of_aggregator(p.aggregator)):
                 # A scope has fewer rounds than the aggregator where none of its matrices shrinks.
                 place = min(number, len(self.rounds))
-                seconds[place] += len(numels) * call + sum(numels) * (value + ranks * rank)
+                seconds[place] += call + p.numel * (value + ranks * rank)
         return seconds
-
-
-def computes(aggregator: Aggregator) -> bool:
-    """Whether an aggregator computes outside of its collectives' kernels."""
-    inner = aggregator.inner if isinstance(aggregator, ErrorFeedback) else aggregator
-    return not ((isinstance(inner, Encoded) and inner.scope == "layer") or inner == Dense())
 
 
 def ddp_scopes(plan: Plan, world_size: int) -> list[Scope]:
@@ -82,23 +85,13 @@ def ddp_scopes(plan: Plan, world_size: int) -> list[Scope]:
         if _nbytes(buckets[-1]) >= (_BYTES if len(buckets) > 1 else _FIRST_BYTES):
             buckets.append([])
         buckets[-1].append(parameter)
-    ready = list(accumulate(sum(p.numel for p in bucket) for bucket in buckets))
-    coalescing, found = Coalescing(plan.coalesce_bytes), []
-    for number, bucket in enumerate(buckets):
+    coalescing, ready, found = Coalescing(plan.coalesce_bytes), 0, []
+    for bucket in buckets:
+        ready += sum(p.numel for p in bucket)
         split = Split.of([p.aggregator for p in bucket])
-        for shares in coalescing.add(split, _nbytes(bucket), number == len(buckets) - 1):
+        for shares in coalescing.add(split, _nbytes(bucket), bucket is buckets[-1]):
             members = tuple(buckets[of.bucket][place] for of in shares for place in of.places)
-            numels = defaultdict(list)
-            for p in members:
-                if computes(p.aggregator):
-                    numels[p.aggregator].append(p.numel)
-            served = tuple((aggregator, tuple(of)) for aggregator, of in numels.items())
-            if sum(map(sum, numels.values())) > _MOST:
-                raise ConfigError(
-                    f"{next(iter(numels))}: a scope of more than {_MOST} values is not simulated, "
-                    "since it would need its memory: give a smaller model"
-                )
-            found.append(Scope(ready[number], served, _rounds(members, world_size, plan.options)))
+            found.append(_scope(ready, members, world_size, plan.options))
     return found
 
 
@@ -107,10 +100,16 @@ def _nbytes(parameters: Sequence[ParameterPlan]) -> int:
 
 
 @lru_cache(maxsize=256)
-def _rounds(
-    planned: Sequence[ParameterPlan], world_size: int, options: Options
-) -> tuple[tuple[Part, ...], ...]:
-    """What rank 0, and so every rank, asks for."""
+def _scope(
+    ready: int, planned: tuple[ParameterPlan, ...], world_size: int, options: Options
+) -> Scope:
+    """With what rank 0, and so every rank, asks for."""
+    heavy = Scope(ready, planned, ()).computing
+    if sum(p.numel for p in heavy) > _MOST:
+        raise ConfigError(
+            f"{heavy[0].how}: a scope of more than {_MOST} values is not simulated, since it would "
+            "need its memory: give a smaller model"
+        )
     members = [
         Attached(
             p.name, p.shape, p.aggregator, rng.parameter_keys(0, p.name, 0), p.rotation, STEADY
@@ -119,4 +118,5 @@ def _rounds(
     ]
     # Of numpy, which leaves pages alone that nothing touches.
     zeros = [AllReduce(torch.from_numpy(np.zeros(p.numel, "f4"))) for p in planned]
-    return tuple(one.parts for one in rounds_of(members, zeros, options, 0, world_size))
+    rounds = rounds_of(members, zeros, options, 0, world_size)
+    return Scope(ready, planned, tuple(one.parts for one in rounds))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,6 @@ class Curves:
                 "--curves, or add the curves to the file"
             )
         return self.aggregators[str(aggregator)]
-
-    def check(self, priced: Iterable[Codec | Aggregator]) -> None:
-        """Raise ConfigError unless all of these have curves."""
-        for one in priced:
-            if isinstance(one, Codec):
-                self.seconds(one, "encode", 0, 0)
-            else:
-                self.of_aggregator(one)
 
     def save(self, file: Path) -> None:
         """Write the file."""

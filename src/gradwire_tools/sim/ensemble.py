@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from gradwire.algorithms import Algorithm, Hierarchical
-from gradwire.collectives import Part
+from gradwire.collectives import Operation, Options, Part
 from gradwire.engine import Graph, Kind
 from gradwire.errors import ConfigError
 from gradwire_tools.sim.curves import Curves
@@ -36,7 +37,6 @@ class Ensemble:
         self.per_node = per_node
         self.curves = curves
         # Caches: a model's layers repeat, and so do its collectives.
-        self._known_kinds: dict[Hashable, tuple[Algorithm, Symmetry]] = {}
         self._known_contents: dict[Hashable, BucketContents] = {}
         self._known_graphs: dict[Hashable, TimedGraph] = {}
 
@@ -66,20 +66,15 @@ class Ensemble:
         graphs = [[self._graph(part, rank, symmetric) for part in parts] for rank in range(count)]
         return (self.ranks // self.per_node if symmetric else 1), graphs
 
-    def algorithm(self, part: Part) -> Algorithm:
-        """The algorithm of a collective."""
-        return self._kind(part)[0]
+    def latencies(self, part: Part) -> int:
+        """How many messages between nodes follow each other."""
+        algorithm, _ = self._kind(part)
+        if isinstance(algorithm, Hierarchical):
+            return algorithm.rounds_between(self.ranks)
+        return algorithm.rounds(self.ranks)
 
     def _kind(self, part: Part) -> tuple[Algorithm, Symmetry]:
-        key = part.operation, part.options
-        if key not in self._known_kinds:
-            algorithm = algorithm_on(part.options, self.ranks, self.per_node, part.operation)
-            chunks = part.options.partitions or algorithm.chunks(self.ranks)
-            columns = algorithm.columns(self.ranks) if isinstance(algorithm, Hierarchical) else 0
-            self._known_kinds[key] = (
-                algorithm, Symmetry(self.ranks, self.per_node, chunks, columns)
-            )  # fmt: skip
-        return self._known_kinds[key]
+        return _kind(part.operation, part.options, self.ranks, self.per_node)
 
     def _symmetric(self, kinds: Iterable[Part]) -> bool:
         """Whether the tasks of node 0, rotated, are those of four other nodes: the next one, the
@@ -118,6 +113,17 @@ class Ensemble:
             made = timed_graph(contents, algorithm, rank, self.ranks, self.curves)
             self._known_graphs[key] = replace(made, rotation=rotation if symmetric else None)
         return self._known_graphs[key]
+
+
+@lru_cache(maxsize=256)
+def _kind(
+    operation: Operation, options: Options, ranks: int, per_node: int
+) -> tuple[Algorithm, Symmetry]:
+    """The algorithm of collectives, and its symmetry."""
+    algorithm = algorithm_on(options, ranks, per_node, operation)
+    columns = algorithm.columns(ranks) if isinstance(algorithm, Hierarchical) else 0
+    chunks = options.partitions or algorithm.chunks(ranks)
+    return algorithm, Symmetry(ranks, per_node, chunks, columns)
 
 
 def _key(part: Part, symmetric: bool) -> Hashable:

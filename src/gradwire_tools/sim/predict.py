@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from gradwire.aggregators import Aggregator, registry
-from gradwire.algorithms import Algorithm, Hierarchical
 from gradwire.collectives import Options
 from gradwire.engine import Kind
 from gradwire.errors import ConfigError
@@ -175,10 +174,9 @@ class Scenario(SimulatedStep):
     def priced(self) -> set[Codec | Aggregator]:
         """The codecs and aggregators of which curves are needed."""
         scopes = self.scopes
-        parts = [part for scope in scopes for of_round in scope.rounds for part in of_round]
-        specs = [spec for part in parts for spec in part.specs]
+        specs = [spec for scope in scopes for part in scope.parts for spec in part.specs]
         codecs = {spec.codec for spec in specs if not isinstance(spec.codec, Exact)}
-        return codecs | {aggregator for scope in scopes for aggregator, _ in scope.numels}
+        return codecs | {p.aggregator for scope in scopes for p in scope.computing}
 
 
 def check_seconds(name: str, seconds: float) -> None:
@@ -203,9 +201,9 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     """
     n, scopes, curves = scenario.ranks, scenario.scopes, scenario.checked(curves)
     ensemble, numel = Ensemble(n, scenario.per_node, curves), models.numel(scenario.shapes)
-    parts = [part for scope in scopes for of_round in scope.rounds for part in of_round]
+    parts = [part for scope in scopes for part in scope.parts]
     represented, graphs = ensemble.graphs(parts, True if scenario.barrier else scenario.exact)
-    computing = [scope.computing(curves, n) for scope in scopes]
+    computing = [scope.seconds(curves, n) for scope in scopes]
     # What aggregators compute before their first round, backward waits for.
     late = accumulate((seconds[0] for seconds in computing), initial=0.0)
     ready = [
@@ -226,8 +224,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     assert all(len(rank.ended) == len(ready) for rank in ranks), "a rank never finishes"
     seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
     rounds = max(
-        sum(max(_latencies(ensemble.algorithm(part), n) for part in of) for of in scope.rounds)
-        for scope in scopes
+        sum(max(map(ensemble.latencies, of_round)) for of_round in scope.rounds) for scope in scopes
     )
     return {
         "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
@@ -239,10 +236,3 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         "messages": sum(timed.graph.kind.count(Kind.SEND) for timed in graphs[0]),
         "exact": represented == 1,
     }
-
-
-def _latencies(algorithm: Algorithm, ranks: int) -> int:
-    """Messages between nodes on the longest chain."""
-    if isinstance(algorithm, Hierarchical):
-        return algorithm.rounds_between(ranks)
-    return algorithm.rounds(ranks)
