@@ -14,7 +14,6 @@ import torch
 from gradwire.aggregators import (
     Attached,
     Dense,
-    Encoded,
     rounds_of,
 )
 from gradwire.collectives import AllReduce, Options, Part
@@ -54,9 +53,8 @@ class Scope:
     @property
     def computing(self) -> list[ParameterPlan]:
         """The members whose aggregators compute outside of kernels."""
-        encoded = [isinstance(p.inner, Encoded) and p.inner.scope == "layer" for p in self.members]
-        pairs = zip(self.members, encoded, strict=True)
-        return [p for p, is_encoded in pairs if not is_encoded and p.inner != Dense()]
+        heavy = [p for p in self.members if p.inner != Dense()]
+        return [p for p in heavy if p.codec is None or p.inner.scope == "model"]
 
     def seconds(self, curves: Curves, ranks: int) -> list[float]:
         """What aggregators compute before each round, and after the last.

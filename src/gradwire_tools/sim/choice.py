@@ -86,10 +86,15 @@ class Setting:
     least: int = 0
 
     def __str__(self) -> str:
-        of = self.options
-        how = described(of.algorithm, of.coordinated, of.segments, self.coalesce_bytes)
-        least = f", matrices from {self.least} values" if self.least else ""
-        return f"{name(self.codec)} by {how}{least}"
+        """Without what is as usual."""
+        of, held = self.options, self.coalesce_bytes
+        parts = [f"{name(self.codec)} by {of.algorithm}"]
+        parts += ["coordinated"] if of.coordinated else []
+        parts += [f"{of.segments} segments"] if of.segments is not None else []
+        together = "one bucket" if held == COALESCED[-1] else f"buckets of {held} bytes"
+        parts += [together] if held else []
+        parts += [f"matrices from {self.least} values"] if self.least else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -256,27 +261,12 @@ def _coalesced(setting: Setting, where: Situation) -> Iterable[Setting]:
 
 
 def _selective(setting: Setting, where: Situation) -> Iterable[Setting]:
-    if setting.codec == FULL:
-        return []
+    if setting.codec == FULL or isinstance(setting.codec, Aggregator):
+        return []  # an aggregator leaves what it does not shrink
     sizes = {math.prod(shape) for shape in where.shapes if len(shape) > 1}
     # One of each that compresses other parameters.
     least = {min(s for s in sizes if s >= n): n for n in LEAST if max(sizes, default=0) >= n}
     return [replace(setting, least=n) for n in least.values() if n > min(sizes)]
-
-
-def described(
-    algorithm: str, coordinated: bool, segments: int | None, coalesce_bytes: int | None
-) -> str:
-    """How gradients travel, in words, without what is as usual."""
-    parts = [algorithm]
-    if coordinated:
-        parts.append("coordinated")
-    if segments is not None:
-        parts.append(f"{segments} segments")
-    if coalesce_bytes:
-        every = coalesce_bytes == COALESCED[-1]
-        parts.append("one bucket" if every else f"buckets of {coalesce_bytes} bytes")
-    return ", ".join(parts)
 
 
 def name(codec: Codec | Aggregator) -> str:
