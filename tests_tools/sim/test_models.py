@@ -62,7 +62,7 @@ def buckets(shapes: models.Shapes, ranks: int = 4, **given: Any) -> list[list[Sp
 
 def test_buckets_are_ddps() -> None:
     """As DDP rebuilds them after the first step, in the order in which gradients come."""
-    for name in ("resnet50", "gpt2"):
+    for name in ("resnet50", "gpt2", "gpt"):
         shapes = models.shapes(name)
         tensors = [torch.empty(shape, device="meta") for shape in reversed(shapes)]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]

@@ -95,14 +95,10 @@ def drop_programs(owner: Owner, plan: int) -> None:
 
 
 def rounds_of(
-    members: Sequence[Attached],
-    reductions: Sequence[Request],
-    options: Options,
-    rank: int,
+    members: Sequence[Attached], reductions: Sequence[Request], options: Options, rank: int,
     world_size: int,
-) -> Iterator[Round]:
-    """What a scope's aggregators ask for where nothing is sent, round by round: they compute
-    between two of them, before the first and after the last."""
+) -> Iterator[Round]:  # fmt: skip
+    """What a scope's aggregators ask for where nothing is sent; they compute between two rounds."""
     active, number = coroutines(members, reductions, rank, world_size), 0
     while active:
         active, asking = ask(active, number)

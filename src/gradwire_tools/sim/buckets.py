@@ -32,7 +32,7 @@ _MOST = 1 << 30  # values of a scope whose aggregator runs on zeros
 
 
 @dataclass(frozen=True)
-class Scope:
+class DdpScope:
     """Parameters that are averaged together.
 
     Attributes:
@@ -71,7 +71,7 @@ class Scope:
         return seconds
 
 
-def ddp_scopes(plan: Plan, world_size: int) -> list[Scope]:
+def ddp_scopes(plan: Plan, world_size: int) -> list[DdpScope]:
     """The scopes of fp32 gradients under a plan, in the order in which they are started.
 
     Raises:
@@ -100,9 +100,9 @@ def _nbytes(parameters: Sequence[ParameterPlan]) -> int:
 @lru_cache(maxsize=256)
 def _scope(
     ready: int, planned: tuple[ParameterPlan, ...], world_size: int, options: Options
-) -> Scope:
+) -> DdpScope:
     """With what rank 0, and so every rank, asks for."""
-    heavy = Scope(ready, planned, ()).computing
+    heavy = DdpScope(ready, planned, ()).computing
     if sum(p.numel for p in heavy) > _MOST:
         raise ConfigError(
             f"{heavy[0].how}: a scope of more than {_MOST} values is not simulated, since it would "
@@ -117,4 +117,4 @@ def _scope(
     # Of numpy, which leaves pages alone that nothing touches.
     zeros = [AllReduce(torch.from_numpy(np.zeros(p.numel, "f4"))) for p in planned]
     rounds = rounds_of(members, zeros, options, 0, world_size)
-    return Scope(ready, planned, tuple(one.parts for one in rounds))
+    return DdpScope(ready, planned, tuple(one.parts for one in rounds))

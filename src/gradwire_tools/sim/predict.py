@@ -20,7 +20,7 @@ from gradwire.lang.exact import Exact
 from gradwire.planner.plan import Plan, make_plan
 from gradwire.planner.rules import Rules
 from gradwire_tools.sim import models
-from gradwire_tools.sim.buckets import Scope, ddp_scopes
+from gradwire_tools.sim.buckets import DdpScope, ddp_scopes
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.fabric import Link
@@ -166,7 +166,7 @@ class Scenario(SimulatedStep):
         return make_plan(named, rules, self.ranks, self.options, self.coalesce_bytes)
 
     @property
-    def scopes(self) -> list[Scope]:
+    def scopes(self) -> list[DdpScope]:
         """What is averaged together. Raises ConfigError as `ddp_scopes`."""
         return ddp_scopes(self.plan, self.ranks)
 
