@@ -73,8 +73,8 @@ test-trainers: $(VENV)/.test
 TORCH_VENV ?= .venv-torch-$(VERSION)
 TORCH_TESTS = tests/handles tests/middle/test_handles.py tests/middle/test_groups.py \
 	tests/middle/test_backward.py tests/multiprocess/test_backend*.py \
-	tests/multiprocess/test_sharded*.py tests/multiprocess/test_corners.py \
-	tests/multiprocess/test_full_state.py tests/multiprocess/test_saved_handles.py
+	tests/multiprocess/test_sharded*.py tests/multiprocess/test_full_state.py \
+	tests/multiprocess/test_saved_handles.py
 TORCH_TOOLS = pytest pytest-xdist pytest-timeout hypothesis expecttest
 
 test-torch: $(if $(VERSION),$(TORCH_VENV)/.test,no-version)

@@ -392,35 +392,35 @@ MUTANTS = (
         "gradwire/lang/emit/lowrank.c",
         "if (all[at].kept) keep_basis(&all[at]);\n        else",
         "if (!all[at].kept)",
-        ("tests/aggregators/test_powersgd.py",),
+        ("tests/aggregators/test_dense_aggregators.py",),
     ),
     Mutant(
         "topkc_selects_by_local_norms", "ranks add up different chunks",
         "gradwire/aggregators/topkc.py",
         "yield [AllReduce(square, of=c) for",
         "yield [AllReduce(square.clone(), of=c) for",
-        ("tests/aggregators/test_topkc.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     Mutant(
         "thc_without_saturation", "a sum beyond the range becomes NaN",
         "gradwire/codecs/saturating.py",
         "whole = clamp(v, -self.most, self.most) + _ROUNDING - _ROUNDING",
         "whole = v + _ROUNDING - _ROUNDING",
-        ("tests/aggregators/test_thc.py",),
+        ("tests/aggregators/test_dense_aggregators.py",),
     ),
     Mutant(
         "dgc_momentum_not_masked", "what was sent pushes on in later steps",
         "gradwire/aggregators/deepgradient.py",
         "u *= part == 0",
         "pass",
-        ("tests/aggregators/test_deepgradient.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     Mutant(
         "artopk_leader_fixed", "one rank's largest values are all that is sent",
         "gradwire/aggregators/artopk.py",
         "s.led_by(s.first.step % s.first.world_size)",
         "s.led_by(0)",
-        ("tests/aggregators/test_artopk.py",),
+        ("tests/aggregators/test_references.py",),
     ),
     # State.
     Mutant(
@@ -428,14 +428,14 @@ MUTANTS = (
         "gradwire/handles/sections.py",
         "member.keep({key: sharding.loaded(name, key, tensor) for key, tensor in kept})",
         "member.keep({})",
-        ("tests/handles/test_attach.py",),
+        ("tests/aggregators/test_moved_state.py",),
     ),
     Mutant(
         "residual_not_scaled", "on fewer ranks, later averages receive too much",
         "gradwire/state/state.py",
         "total += tensor.cpu() * (self.world_size / self.ranks)",
         "total += tensor.cpu()",
-        ("tests/handles/test_attach.py",),
+        ("tests/aggregators/test_moved_state.py",),
     ),
     Mutant(
         "step_not_restored", "a resumed run draws the first steps' numbers again",
@@ -500,7 +500,7 @@ MUTANTS = (
         "gradwire/handles/scatter.py",
         "output_tensor[piece.at + piece.lengths[rank] : piece.end].zero_()",
         "pass",
-        ("tests/multiprocess/test_corners.py",),
+        ("tests/multiprocess/test_sharded_corners.py",),
     ),
     Mutant(
         "weights_not_encoded_anew", "a forward after a step uses the weights before it",
@@ -533,7 +533,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights_draw_the_same_numbers", "rounding errors of weights never average out",
-        "gradwire/handles/versions.py",
+        "gradwire/handles/changes.py",
         "                versions.steps += 1",
         "                versions.steps = 1",
         ("tests/multiprocess/test_saved_handles.py",),
@@ -550,7 +550,7 @@ MUTANTS = (
         "gradwire/handles/scatter.py",
         'weights[rank] = (ranks if reduction == "avg" else 1) / factor',
         "weights[rank] = 1.0",
-        ("tests/multiprocess/test_sharded_replicas.py",),
+        ("tests/multiprocess/test_sharded.py",),
     ),
     # Policies and the planner.
     Mutant(
@@ -562,7 +562,7 @@ MUTANTS = (
     ),
     Mutant(
         "policy_rounds_errors_down", "a plan exceeds its budget",
-        "gradwire/controllers/knapsack_bins.py",
+        "gradwire/controllers/knapsack.py",
         "whole = np.ceil(",
         "whole = np.floor(",
         ("tests/controllers/test_lgreco.py",),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradwire import Options
-from gradwire.aggregators import Aggregator, Attached, Observation, Rounds
+from gradwire.aggregators import Aggregator, Attached, ErrorFeedback, Observation, Rounds
 from gradwire.collectives import AllReduce
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.lang import rng
@@ -38,6 +38,11 @@ def started(
         member.add_owed(gradient)
     Rounds(owner, members, [*map(AllReduce, gradients)], options, done, observe, before).start()
     return ended
+
+
+def fed(made: Aggregator) -> Aggregator:
+    """With error feedback, its own or another."""
+    return made if made.own_feedback else ErrorFeedback(made)
 
 
 class Parameters:
@@ -100,11 +105,12 @@ class Parameters:
         return [{key: t.clone() for key, t in m.state.items()} for m in self.members]
 
     def states(self, name: str = "residual") -> list[torch.Tensor]:
-        """A state of each parameter; zeros before the first step."""
-        return [
-            m.state.get(name, torch.zeros(math.prod(m.shape))).clone().reshape(-1)
-            for m in self.members
+        """A state of each parameter, or what is told of it; zeros before the first step."""
+        zeros = [torch.zeros(math.prod(m.shape)) for m in self.members]
+        found = [
+            {name: z, **m.metrics, **m.state} for m, z in zip(self.members, zeros, strict=True)
         ]
+        return [each[name].clone().reshape(-1) for each in found]
 
 
 def drawn(

@@ -10,29 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.codecs import (
-    DGC,
-    QSGD,
-    TBQ,
-    AdaComp,
-    Cast,
-    Codec,
-    Float8,
-    GradDrop,
-    HardThreshold,
-    Identity,
-    LearnedLevels,
-    LowRank,
-    MSTopK,
-    OneBit,
-    RandomK,
-    RandomShift,
-    Rotated,
-    Saturating,
-    TernGrad,
-    ThreeLC,
-    TopK,
-)
+from gradwire import codecs
+from gradwire.codecs import Codec
 from gradwire.lang import ROW, kernels, rng
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -40,40 +19,40 @@ SENTINEL = 0xA5
 
 # every path through every codec
 CODECS: list[Codec] = [
-    Identity(),
-    Cast("fp16"),
-    Cast("bf16"),
-    Float8(block=100),
-    QSGD(),
-    QSGD(bits=7, scale="max", metadata="fp32"),
-    QSGD(bits=5, scale="l2", rounding="nearest", block=100),
-    QSGD(rounding="stochastic"),
-    QSGD(bits=6, scale="l2", rounding="stochastic", metadata="fp32", block=50),
-    TernGrad(),
-    TernGrad("ternary"),
-    OneBit(block=100),
-    OneBit(block=None),
-    TBQ(threshold=0.01),
-    ThreeLC(),
-    TopK(density=0.05),
-    DGC(density=0.02),
-    GradDrop(density=0.05),
-    HardThreshold(threshold=0.02, density=0.1),
-    AdaComp(block=100, density=0.1),
-    RandomK(density=0.1, values="fp32", unbiased=True),
-    RandomShift(bits=5, block=100),
-    LearnedLevels(bits=3, block=64, levels=(0.0, 0.2, 0.35, 0.45, 0.5, 0.6, 0.75, 0.99)),
-    LearnedLevels(bits=2, rounding="stochastic", levels=(0.0, 0.4, 0.6, 1.0)),
-    Rotated(bits=6, block=96),
-    Saturating(),
+    codecs.Identity(),
+    codecs.Cast("fp16"),
+    codecs.Cast("bf16"),
+    codecs.Float8(block=100),
+    codecs.QSGD(),
+    codecs.QSGD(bits=7, scale="max", metadata="fp32"),
+    codecs.QSGD(bits=5, scale="l2", rounding="nearest", block=100),
+    codecs.QSGD(rounding="stochastic"),
+    codecs.QSGD(bits=6, scale="l2", rounding="stochastic", metadata="fp32", block=50),
+    codecs.TernGrad(),
+    codecs.TernGrad("ternary"),
+    codecs.OneBit(block=100),
+    codecs.OneBit(block=None),
+    codecs.TBQ(threshold=0.01),
+    codecs.ThreeLC(),
+    codecs.TopK(density=0.05),
+    codecs.DGC(density=0.02),
+    codecs.GradDrop(density=0.05),
+    codecs.HardThreshold(threshold=0.02, density=0.1),
+    codecs.AdaComp(block=100, density=0.1),
+    codecs.RandomK(density=0.1, values="fp32", unbiased=True),
+    codecs.RandomShift(bits=5, block=100),
+    codecs.LearnedLevels(bits=3, block=64, levels=(0.0, 0.2, 0.35, 0.45, 0.5, 0.6, 0.75, 0.99)),
+    codecs.LearnedLevels(bits=2, rounding="stochastic", levels=(0.0, 0.4, 0.6, 1.0)),
+    codecs.Rotated(bits=6, block=96),
+    codecs.Saturating(),
 ]
 # codecs that every target interprets
-UNFUSED: list[Codec] = [Rotated("full", block=100), LowRank(rank=2, columns=50)]
+UNFUSED: list[Codec] = [codecs.Rotated("full", block=100), codecs.LowRank(rank=2, columns=50)]
 # every code width, and codecs that compile slowly: one dtype is enough for these
 WIDTHS: list[Codec] = [
-    *(QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)),
-    *(Saturating(bits=b) for b in (2, 3, 8)),
-    MSTopK(density=0.1, values="fp32"),
+    *(codecs.QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)),
+    *(codecs.Saturating(bits=b) for b in (2, 3, 8)),
+    codecs.MSTopK(density=0.1, values="fp32"),
 ]
 
 
@@ -137,12 +116,11 @@ def call(
     for place, peer in zip(places.tolist(), peers, strict=True):
         sources[place : place + size] = peer
     before = sources.clone()
-    rows = np.zeros(1, ROW)
-    rows["values"], rows["residual"] = result.values.data_ptr(), result.residual.data_ptr()
-    rows["payload"], rows["source"] = result.payload.data_ptr(), sources.data_ptr()
-    rows["source"] += places[:1].astype("u8") if peers else 0
-    rows["numel"], rows["start"] = values.numel(), start
-    rows["key"], rows["shared"] = key, shared
+    rows = table(
+        [result.values], [result.payload], residual=result.residual.data_ptr(),
+        source=sources.data_ptr() + int(places[0] if peers else 0), start=start, key=key,
+        shared=shared,
+    )  # fmt: skip
     behind = np.array(range(len(peers)) if origins is None else origins, dtype="i8")
     made.run(
         form, rows, ranks=len(peers) + (rank >= 0), rank=rank, factor=factor, threads=threads,
@@ -162,19 +140,29 @@ def round_trip(codec: Codec, values: torch.Tensor, key: int = 7, **how: Any) -> 
     return call(codec, "decode", memory, payload=payload, key=key, **how).values
 
 
+def table(
+    values: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor], **columns: Any
+) -> np.ndarray:
+    """The rows of a call; `columns`: further ones, a number for each row or one for all."""
+    rows = np.zeros(len(payloads), ROW)
+    rows["values"], rows["payload"] = ([t.data_ptr() for t in of] for of in (values, payloads))
+    rows["numel"] = [t.numel() for t in values]
+    for name, column in columns.items():
+        rows[name] = column
+    return rows
+
+
 def drawn(codec: Codec, values: torch.Tensor, draws: int, key: int = 0) -> torch.Tensor:
     """float32[draws, n]: what n values decode to on target c with the keys from `key` on."""
     made, n = kernels(codec, torch.float32, "c"), len(values)
     size = made.layout.nbytes(n)
     payloads = torch.zeros(draws, size, dtype=torch.uint8)
-    decoded = torch.zeros(draws, n)
+    decoded, keys = torch.zeros(draws, n), np.arange(draws, dtype="u8")
     rows = np.zeros(draws, ROW)
-    rows["payload"] = payloads.data_ptr() + np.arange(draws) * size
-    rows["numel"], rows["key"], rows["shared"] = n, np.arange(draws), np.arange(draws) + 2**40
-    rows["key"] += np.uint64(key)
-    rows["values"] = values.data_ptr()
+    rows["payload"], rows["values"] = payloads.data_ptr() + keys * size, values.data_ptr()
+    rows["numel"], rows["key"], rows["shared"] = n, keys + np.uint64(key), keys + np.uint64(2**40)
     made.run("encode", rows)
-    rows["values"] = decoded.data_ptr() + np.arange(draws) * n * 4
+    rows["values"] = decoded.data_ptr() + keys * n * 4
     made.run("decode", rows)
     return decoded
 
@@ -195,6 +183,8 @@ def gradient(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether both are equal bit for bit; all NaNs count as equal."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
     a_nan, b_nan = torch.isnan(a), torch.isnan(b)
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return torch.equal(a_nan, b_nan) and torch.equal(a.view(bits)[~a_nan], b.view(bits)[~b_nan])
@@ -236,12 +226,8 @@ def run(
 
 def unequal(a: Result, b: Result) -> str:
     """The parts that differ."""
-    parts = {
-        "payload": torch.equal(a.payload, b.payload),
-        "values": same(a.values, b.values),
-        "residual": same(a.residual, b.residual),
-    }
-    return ", ".join(part for part, is_same in parts.items() if not is_same)
+    parts = ("payload", "values", "residual")
+    return ", ".join(part for part in parts if not same(getattr(a, part), getattr(b, part)))
 
 
 def differing(

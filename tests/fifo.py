@@ -125,6 +125,3 @@ class FifoLink:
 
     def interrupt(self) -> None:
         """Nothing to do: waits for a rank that is gone end by themselves."""
-
-    def close(self) -> None:
-        return

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
 def network_namespaces(of: set[int] | None = None) -> set[str]:
     """Of these processes; by default of all, so that a lab elsewhere on the machine counts too."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (of is None or int(entry.name) in of):
-            try:
+    for number, entry in processes():
+        if of is None or number in of:
+            with suppress(OSError):  # it ended, or is not ours to look at
                 found.add(os.readlink(entry / "ns" / "net"))
-            except OSError:
-                continue  # it ended, or is not ours to look at
     return found
 
 
 def marked(mark: str) -> set[int]:
     """The processes whose environment holds `mark`, which every process of a lab inherits."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.add(int(entry.name))
-            except OSError:
-                continue
+    for number, entry in processes():
+        with suppress(OSError):
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.add(number)
     return found
+
+
+def processes() -> Iterator[tuple[int, Path]]:
+    return ((int(e.name), e) for e in Path("/proc").iterdir() if e.name.isdigit())
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
@@ -38,5 +38,5 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.02)
+        time.sleep(0.005)
     return False

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -132,22 +132,16 @@ def as_processes(
     world_size: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
-    deadline: float = 120.0,
     expect_death: tuple[int, ...] = (),
-    backend: str | None = "gloo",
-    environment: Mapping[str, str] | None = None,
+    **how: Any,
 ) -> list[Any]:
     """Run `body(rank, *args)` in `world_size` processes; returns its results, in rank order.
 
-    See `ends` for the arguments. Ranks in `expect_death` may die: their result is None. Raises
+    See `ends` for `how`. Ranks in `expect_death` may die: their result is None. Raises
     `AssertionError` with a report of every rank.
     """
-    begun = time.monotonic()
-    found = ends(
-        world_size, body, *args, timeout=timeout, deadline=deadline, backend=backend,
-        environment=environment, unawaited=expect_death, grace=GRACE,
-    )  # fmt: skip
+    begun, how = time.monotonic(), {"timeout": 60.0, "deadline": 120.0, "grace": GRACE, **how}
+    found = ends(world_size, body, *args, unawaited=expect_death, **how)
     all_returned(begun, found, expect_death)
     return [end.value for end in found]
 

@@ -6,14 +6,14 @@ Kernels get memory by its address, so a tensor of the default dtype is not only 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from averaging import Parameters, Shape, drawn
+from averaging import Parameters, Shape, drawn, fed
 from codec_calls import CODECS, UNFUSED, call, gradient, key_of
 from gradwire.aggregators import (
     THC,
@@ -22,7 +22,6 @@ from gradwire.aggregators import (
     Compressed,
     DeepGradientCompression,
     Dense,
-    ErrorFeedback,
     GlobalTopK,
     LWTopK,
     PowerSGD,
@@ -86,13 +85,6 @@ def test_every_tensor_says_its_dtype() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
-def default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """A default dtype for what `under` runs."""
-    yield request.param
-    torch.set_default_dtype(torch.float32)
-
-
 def under(default: torch.dtype, results: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     torch.set_default_dtype(default)
     try:
@@ -101,15 +93,8 @@ def under(default: torch.dtype, results: Callable[[], dict[str, Any]]) -> dict[s
         torch.set_default_dtype(torch.float32)
 
 
-def check_same(default: torch.dtype, results: Callable[[], dict[str, Any]]) -> None:
-    found, expected = under(default, results), _expected(results)
-    assert found.keys() == expected.keys()
-    unlike = [case for case in expected if not _alike(found[case], expected[case])]
-    assert not unlike
-
-
 @cache
-def _expected(results: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def expected(results: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return under(torch.float32, results)
 
 
@@ -148,10 +133,6 @@ def coded() -> dict[str, Any]:
     return found
 
 
-def test_codecs(default: torch.dtype) -> None:
-    check_same(default, coded)
-
-
 AGGREGATORS: list[Aggregator] = [
     *(made() for made in aggregators.REGISTRY.values()),
     Dense(),
@@ -180,9 +161,8 @@ def averaged() -> dict[str, Any]:
     """Averages and states after three steps of every aggregator, on both ranks."""
 
     def body(comm: Communicator) -> dict[str, Any]:
-        fed = [a if a.own_feedback else ErrorFeedback(a) for a in AGGREGATORS]
-        mine = Parameters(comm, [SHAPE] * len(fed), fed)
-        scopes = [[i] for i in range(len(fed))]
+        mine = Parameters(comm, [SHAPE] * len(AGGREGATORS), [*map(fed, AGGREGATORS)])
+        scopes = [[i] for i in range(len(AGGREGATORS))]
         found = [mine.average(gradients, scopes) for gradients in GRADIENTS[comm.rank]]
         kept = [[*m.state.values(), *m.metrics.values()] for m in mine.members]
         return {
@@ -191,10 +171,6 @@ def averaged() -> dict[str, Any]:
         }
 
     return {case: one for of_rank in as_threads(2, body) for case, one in of_rank.items()}
-
-
-def test_aggregators(default: torch.dtype) -> None:
-    check_same(default, averaged)
 
 
 NAMED = [(f"{shape}", drawn([shape], 0, 0)[0]) for shape in [(64, 40), (40, 4), (300,)]]
@@ -215,6 +191,12 @@ def decided() -> dict[str, Any]:
     return found
 
 
-def test_policies(default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("results", [coded, averaged, decided])
+def test_results_are_the_same(
+    results: Callable[[], dict[str, Any]], default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(losses, "_WHOLE", 16)  # as of large matrices
-    check_same(default, decided)
+    found, right = under(default, results), expected(results)
+    assert found.keys() == right.keys()
+    assert not [case for case in right if not _alike(found[case], right[case])]

@@ -52,7 +52,7 @@ def test_no_cause_is_shown_that_the_text_has(tmp_path: Path) -> None:
         (partial(gw.attach, model, weights="fp9"), "unknown codec"),
         (partial(gw.attach, model, weights="randomshift:bits=9"), "bits=9"),
         (partial(from_environment, {"GRADWIRE_CODEC": "qsgd:bits=9"}), "bits=9"),
-        (partial(gw.attach(model).load_checkpoint, tmp_path), "has no checkpoint"),
+        (partial(gw.attach(model).load, tmp_path), "has no checkpoint"),
         (_Work(group, Broken(), torch.zeros(1), 1, "receive from").wait, "reset by peer"),  # type: ignore[arg-type]
     ):
         error = raises(gw.GradwireError, call, told)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire import QSGD, Codec, Identity
+from gradwire import QSGD, Codec
+from gradwire.codecs import Identity
 from gradwire.collectives import prepare
 from gradwire.engine import Communicator
 from gradwire.partition import Spec

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import gradwire
-from gradwire import codecs
+from gradwire import aggregators, codecs
 from gradwire.aggregators import registry
+from gradwire.lang import Codec
+from rooms.handles import handle as handles
 
 
-def test_every_listed_name_is_there_and_every_method_is_listed() -> None:
+def test_names_are_few_and_there_and_methods_are_where_errors_say() -> None:
     listed, offered = set(gradwire.__all__), set(dir(gradwire))
     absent = {name for name in listed if getattr(gradwire, name, None) is None}
     assert not absent
     assert listed <= offered
+    assert len(offered) <= 34
     made = {made for made, _ in codecs.REGISTRY.values()} | set(registry.REGISTRY.values())
-    assert {method.__name__ for method in made} <= listed
-    assert all(getattr(gradwire, method.__name__) is method for method in made)
+    for method in made:
+        name, within = method.__name__, codecs if issubclass(method, Codec) else aggregators
+        assert getattr(within, name) is method
+        if name in offered:
+            assert getattr(gradwire, name) is method
+        else:
+            with pytest.raises(gradwire.ConfigError, match=rf"write gw\.\w+\.{name}"):
+                getattr(gradwire, name)
+
+
+def test_what_has_gone_says_what_to_write() -> None:
+    gone = {
+        "AdaComp", "Cast", "DGC", "ErrorFeedback", "Float8", "GlobalTopK", "GradDrop",
+        "HardThreshold", "Identity", "LGreco", "LearnedLevels", "LowRank", "MSTopK", "OneBit",
+        "Probe", "RandomK", "RandomShift", "Rotated", "Saturating", "TBQ", "TernGrad", "ThreeLC", "Triggers",
+        "load_state_dict", "state_dict",
+    }  # fmt: skip
+    for name in gone:
+        with pytest.raises(
+            gradwire.ConfigError, match=f"gw.{name} is elsewhere now: write "
+        ) as found:
+            exec(f"from gradwire import {name}")
+        write = str(found.value).split("write ")[1].split(" ")[0].split('"')[0]
+        if write:
+            assert eval(write, {"gw": gradwire, "gradwire": gradwire}) is not None
+
+
+def test_a_handle_says_what_to_write() -> None:
+    handle = gradwire.attach(torch.nn.Linear(2, 2))
+    assert len([name for name in dir(handle) if not name.startswith("_")]) <= 17
+    for name, write in handles.RENAMED.items():
+        with pytest.raises(
+            gradwire.ConfigError, match=re.escape(f"handle.{name} is no more: write {write}")
+        ):
+            getattr(handle, name)
+    assert not hasattr(handle, "nothing")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

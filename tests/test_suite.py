@@ -1,11 +1,27 @@
-"""scripts/suite.py: failed tests run once more, alone."""
+"""The tests' own tools: samples of products that `make test` runs cover every value; failed tests
+run once more, alone (scripts/suite.py); and workers do not meet on the network, where what needs
+the host's can return."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+
+import pytest
+
+from products import in_turn
+
+
+def test_values_of_the_second_axis_take_turns() -> None:
+    cases = in_turn("abcd", [0, 1, 2])
+    assert [case.values for case in cases] == list(product("abcd", [0, 1, 2]))
+    kept = [case.values for case in cases if not case.marks]
+    assert kept == [("a", 0), ("b", 1), ("c", 2), ("d", 0)]
+
 
 SUITE = Path(__file__).parents[1] / "scripts" / "suite.py"
 TESTS = """
@@ -57,3 +73,39 @@ def test_many_failures_fail_at_once(tmp_path: Path) -> None:
     assert code == 1
     assert "12 tests failed; up to 10 would run once more" in said
     assert "flaky" not in said
+
+
+SCRIPT = """
+import socket, sys, threading
+from loopback import host_network, own_loopback
+
+def reaches(port):
+    with socket.socket() as s:
+        s.settimeout(5)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+port = int(sys.argv[1])
+before = reaches(port)
+own_loopback()
+with socket.create_server(("127.0.0.1", port)) as server:  # the host has a listener there, too
+    inside = []
+    thread = threading.Thread(target=lambda: inside.append(reaches(port)))
+    thread.start()
+    thread.join()
+    server.settimeout(5)
+    server.accept()[0].close()
+with host_network():
+    outside = reaches(port)
+print(before, inside[0], reaches(port), outside)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: a worker has no network of its own")
+def test_a_worker_has_loopback_for_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, port], capture_output=True, text=True, check=False,
+            timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        )  # fmt: skip
+    assert done.stdout.split() == ["True", "True", "False", "True"], done.stderr

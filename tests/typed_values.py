@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
 
-from gradwire import all_reduce
+import gradwire as gw
+from gradwire.collectives import Item
 from gradwire.engine import Communicator
 from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
@@ -90,6 +92,18 @@ def keys(spec: Spec, comm: Communicator) -> rng.Keys:
     return rng.parameter_keys(0, spec.name, comm.rank)
 
 
+def items_of(
+    comm: Communicator,
+    specs: Sequence[Spec],
+    tensors: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor | None] | None = None,
+    step: int = 0,
+) -> list[Item]:
+    """A collective's, in place."""
+    parts = zip(specs, tensors, residuals or [None] * len(specs), strict=True)
+    return [Item(t, keys(spec, comm), step, residual) for spec, t, residual in parts]
+
+
 def specs_of(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec], **how: bool) -> list[Spec]:
     """One spec per tensor and codec."""
     return [
@@ -98,8 +112,25 @@ def specs_of(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec], **how: bo
     ]
 
 
+def call(
+    verb: str, values: torch.Tensor, ranks: int, codec: Any, **how: Any
+) -> tuple[torch.Tensor, Any]:
+    """A public function on 1-D values: its result, and a future of it if that was asked for. The
+    last rank broadcasts."""
+    result = values
+    if verb == "all_reduce":
+        return result, gw.all_reduce(values, codec, **how)
+    if verb == "broadcast":
+        return result, gw.broadcast(values, ranks - 1, codec, **how)
+    if verb == "all_gather":
+        result = values.new_empty(ranks * values.numel())
+        return result, gw.all_gather(result, values, codec, **how)
+    result = values.new_empty(values.numel() // ranks)
+    return result, gw.reduce_scatter(result, values, codec, **how)
+
+
 def check_group(comm: Communicator) -> None:
     """Check that the group works."""
     x = torch.full((3,), comm.rank + 1)
-    all_reduce(x, None, group=comm)
+    gw.all_reduce(x, None, group=comm)
     assert x.tolist() == [sum(range(1, comm.world_size + 1))] * 3

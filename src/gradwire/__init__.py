@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TopKC,
     )
     from gradwire.backend.register import register
-    from gradwire.codecs import QSGD, Codec, TopK
+    from gradwire.codecs import QSGD, TopK
     from gradwire.collectives import Options, all_gather, all_reduce, broadcast, reduce_scatter
     from gradwire.controllers.replan import Replan
     from gradwire.decide.auto import Auto
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gradwire.flexible.flexible import Flexible
     from gradwire.handles.attach import attach
     from gradwire.handles.handle import Handle
+    from gradwire.lang import Codec
     from gradwire.planner import Plan
     from gradwire.planner.probe import probe
     from gradwire.trainers import accelerate as accelerate
@@ -76,7 +77,7 @@ _HOMES = {
     "aggregators": (
         *("ARTopK", "Aggregator", "DeepGradientCompression", "LWTopK", "PowerSGD", "THC", "TopKC"),
     ),
-    "codecs": ("Codec", "QSGD", "TopK"),
+    "codecs": ("QSGD", "TopK"),
     "collectives": ("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "errors": ("CodecError", "ConfigError", "GradwireError", "TransportError"),
     "handles.attach": ("attach",),
@@ -87,6 +88,7 @@ _HOMES = {
     "planner": ("Plan",),
     "planner.probe": ("probe",),
     "controllers.replan": ("Replan",),
+    "lang": ("Codec",),
 }
 _MODULES = ("aggregators", "codecs")
 # Modules that need a trainer's package, so `from gradwire import *` has none of them.
@@ -98,7 +100,7 @@ _RENAMED = {
     "GlobalTopK": "gw.aggregators.GlobalTopK",
     "LGreco": '"lgreco", or gradwire.controllers.LGreco',
     "Probe": "gradwire.planner.probe.Probe",
-    "Triggers": "gradwire.flexible.triggers.Triggers",
+    "Triggers": "gw.flexible.Triggers",
     "load_state_dict": "gradwire.collectives.load_state_dict",
     "state_dict": "gradwire.collectives.state_dict",
     **{

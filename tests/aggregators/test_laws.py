@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Parameters, Shape, drawn
+from averaging import Parameters, Shape, drawn, fed
 from gradwire.aggregators import (
     THC,
     Aggregator,
@@ -148,8 +148,8 @@ WHOLE: dict[str, tuple[Aggregator, ...]] = {  # over all parameters at once
 
 def mixed(case: str) -> list[Aggregator]:
     """The aggregator of each parameter, with error feedback; equal ones are one object."""
-    fed = [one if one.own_feedback else ErrorFeedback(one) for one in {**CASES, **WHOLE}[case]]
-    return [fed[i % len(fed)] for i in range(len(SHAPES))]
+    made = [*map(fed, {**CASES, **WHOLE}[case])]
+    return [made[i % len(made)] for i in range(len(SHAPES))]
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

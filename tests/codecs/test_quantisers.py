@@ -8,16 +8,7 @@ from itertools import product
 import torch
 
 from codec_calls import DTYPES, call, drawn, gradient, round_trip
-from gradwire.codecs import (
-    QSGD,
-    TBQ,
-    Float8,
-    LowRank,
-    OneBit,
-    Rotated,
-    Saturating,
-    ThreeLC,
-)
+from gradwire.codecs import QSGD, TBQ, Float8, LowRank, OneBit, Rotated, Saturating, ThreeLC
 from gradwire.lang import layout
 from gradwire.planner.weights import weight_codec
 

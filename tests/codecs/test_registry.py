@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pickle
 import re
 import statistics
@@ -13,50 +14,21 @@ import numpy as np
 import pytest
 import torch
 
+from gradwire import aggregators as agg
 from gradwire import codecs
-from gradwire.aggregators import (
-    THC,
-    ARTopK,
-    Compressed,
-    DeepGradientCompression,
-    LWTopK,
-    PowerSGD,
-    TopKC,
-    registry,
-)  # fmt: skip
-from gradwire.codecs import (
-    QSGD,
-    Cast,
-    Codec,
-    Identity,
-    LearnedLevels,
-    RandomK,
-    TernGrad,
-    ThreeLC,
-    TopK,
-)  # fmt: skip
+from gradwire.aggregators import registry
+from gradwire.codecs import QSGD, Codec, TopK, variants
 from gradwire.errors import ConfigError
 from gradwire.lang import show
 from gradwire.lang.codec import code_lines
 
 
-def test_an_aggregator_is_no_codec() -> None:
-    names = [name for name in registry.REGISTRY if name not in codecs.REGISTRY]
-    assert names
-    for name in names:
-        message = f"^{name} is an aggregator: it needs gw.attach or gw.register$"
-        with pytest.raises(ConfigError, match=message):
-            codecs.get(name)
-    with pytest.raises(ConfigError, match=r"^unknown codec 'qsdg': (?!.*aggregator)"):
-        codecs.get("qsdg")
-
-
 def test_names() -> None:
-    assert codecs.get("identity") == Identity()
-    assert codecs.get("fp16") == Cast("fp16")
-    assert codecs.get("bf16") == Cast("bf16")
+    assert codecs.get("identity") == codecs.Identity()
+    assert codecs.get("fp16") == codecs.Cast("fp16")
+    assert codecs.get("bf16") == codecs.Cast("bf16")
     assert codecs.get("qsgd", bits=2) == QSGD(bits=2)
-    assert codecs.get("terngrad") == TernGrad()
+    assert codecs.get("terngrad") == codecs.TernGrad()
     assert codecs.get(QSGD(bits=3)) == QSGD(bits=3)
 
 
@@ -77,13 +49,23 @@ def test_a_users_codec_has_its_class_name() -> None:
     assert codecs.name_of(Mine()) == "Mine"
 
 
-LEARNED = LearnedLevels(2, levels=(0.0, 0.5, 0.75, 1.0))
+LEARNED = codecs.LearnedLevels(2, levels=(0.0, 0.5, 0.75, 1.0))
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (QSGD, {}, r"codec=<class.*QSGD\(\.\.\.\), or one of the names identity"),
     (["qsgd"], {}, r"codec=\['qsgd'\]: give a codec object, or one of the names identity"),
     (None, {}, "codec=None: give a codec object"),
-    ("qsdg", {}, "'qsdg'.*identity, fp16, bf16, fp8, qsgd, terngrad"),
+    ("qsdg", {}, "^unknown codec 'qsdg': (?!.*aggregator).*identity, fp16, bf16, fp8, qsgd, tern"),
+    *(
+        (name, {}, f"^{name} is an aggregator: it needs gw.attach or gw.register$")
+        for name in registry.REGISTRY
+        if name not in codecs.REGISTRY
+    ),
+    ("exact", {}, "unknown codec"),
+    ("qsgd:bits", {}, "expected OPTION=VALUE, found 'bits'"),
+    ("qsgd:bits=9", {}, "must be 1 to 8"),
+    ("qsgd:color=red", {}, "no option 'color'"),
+    (QSGD(), {"bits": 2}, "bits"),
     ("qsgd", {"bit": 4}, "'bit'.*bits, block, scale, rounding, metadata"),
     ("fp16", {"dtype": "bf16"}, "'dtype'.*takes none"),
     ("identity", {"bits": 4}, "'bits'.*takes none"),
@@ -141,13 +123,30 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("lowrank", {"rank": 0}, "LowRank: rank=0.*1 to 256"),
     ("lowrank", {"rank": 9, "columns": 8}, "rank=9 must be 1 to 8 for columns=8"),
     ("lowrank", {"values": "fp16"}, "values='fp16'.*'bf16' or 'fp32'"),
-]
+    *(
+        ("learnedlevels", {"bits": 2, "levels": levels}, "4 ascending numbers")
+        for levels in (
+            (0.0, 0.5, 1.0), (0.0, 0.5, 0.4, 1.0), (-0.1, 0.5, 0.6, 1.0), (0.0, 0.5, 0.6, math.nan),
+            (0.0, 0.5, 0.6, "1"),
+        )
+    ),
+    (
+        "learnedlevels",
+        {"bits": 2, "levels": (0.0, 0.5, 0.6, 0.9), "rounding": "stochastic"},
+        "end with 1",
+    ),
+]  # fmt: skip
 
 
 def test_errors_name_what_is_allowed() -> None:
     for name, options, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             codecs.get(name, **options)
+        if isinstance(name, str) and not options:  # a label of a wheel's kernels
+            with pytest.raises(ConfigError, match=message):
+                variants.prebuilt([name])
+    with pytest.raises(ConfigError, match="Cast: dtype='fp8'"):
+        codecs.Cast("fp8")
 
 
 def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
@@ -158,11 +157,11 @@ def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
         (TopK(torch.tensor(0.125)), TopK(0.125)),
         (TopK(1), TopK(1.0)),
         (TopK(np.int64(1)), codecs.get("topk:density=1")),
-        (ThreeLC(1, np.array(80)), ThreeLC(1.0, 80)),  # type: ignore[arg-type]
+        (codecs.ThreeLC(1, np.array(80)), codecs.ThreeLC(1.0, 80)),  # type: ignore[arg-type]
         (QSGD(np.uint8(2), torch.tensor(64), np.str_("max")), QSGD(2, 64, "max")),  # type: ignore[arg-type]
-        (RandomK(0.1, unbiased=np.True_), RandomK(0.1, unbiased=True)),  # type: ignore[arg-type]
-        (LearnedLevels(2, levels=(0, np.float64(0.5), 0.75, 1)), LEARNED),
-        (LearnedLevels(2, levels=torch.tensor(LEARNED.levels)), LEARNED),  # type: ignore[arg-type]
+        (codecs.RandomK(0.1, unbiased=np.True_), codecs.RandomK(0.1, unbiased=True)),  # type: ignore[arg-type]
+        (codecs.LearnedLevels(2, levels=(0, np.float64(0.5), 0.75, 1)), LEARNED),
+        (codecs.LearnedLevels(2, levels=torch.tensor(LEARNED.levels)), LEARNED),  # type: ignore[arg-type]
     ):
         assert given == plain, given
         assert repr(given) == repr(plain)
@@ -173,15 +172,16 @@ def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
         assert repr(made) == repr(registry.get(name, density=np.float32(1))), name
     text = np.str_
     aggregators: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [
-        (PowerSGD, (torch.tensor(2), np.True_, text("qr")), (2, True, "qr")),
-        (ARTopK, (1, np.array("auto"), text("layer"), text("fp32")), (1, "auto", "layer", "fp32")),
-        (THC, (np.uint8(6), torch.tensor(4), text("full"), np.int64(64), np.False_),
+        (agg.PowerSGD, (torch.tensor(2), np.True_, text("qr")), (2, True, "qr")),
+        (agg.ARTopK, (1, np.array("auto"), text("layer"), text("fp32")),
+         (1, "auto", "layer", "fp32")),
+        (agg.THC, (np.uint8(6), torch.tensor(4), text("full"), np.int64(64), np.False_),
          (6, 4, "full", 64, False)),
-        (TopKC, (4, np.int64(64), text("bf16"), np.True_, text("model")),
+        (agg.TopKC, (4, np.int64(64), text("bf16"), np.True_, text("model")),
          (4.0, 64, "bf16", True, "model")),
-        (LWTopK, (1, text("fp32")), (1.0, "fp32")),
-        (Compressed, (TopK(), text("ring"), np.array("model")), (TopK(), "ring", "model")),
-        (DeepGradientCompression, (0.1, 0, 1, np.int64(3), text("fp32")),
+        (agg.LWTopK, (1, text("fp32")), (1.0, "fp32")),
+        (agg.Compressed, (TopK(), text("ring"), np.array("model")), (TopK(), "ring", "model")),
+        (agg.DeepGradientCompression, (0.1, 0, 1, np.int64(3), text("fp32")),
          (0.1, 0.0, 1.0, 3, "fp32")),
     ]  # fmt: skip
     for made, options, plains in aggregators:
@@ -189,14 +189,7 @@ def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
         assert repr(made(*options)) == repr(made(*plains))
     for wrong in (np.zeros(1), np.array(["auto"]), np.zeros((), [("a", "i4")])[()]):
         with pytest.raises(ConfigError, match=r"^ARTopK: leader=.*, 'variance' or 'auto'$"):
-            ARTopK(leader=wrong)  # type: ignore[arg-type]
-
-
-def test_options_go_with_a_name() -> None:
-    with pytest.raises(ConfigError, match="bits"):
-        codecs.get(QSGD(), bits=2)
-    with pytest.raises(ConfigError, match="Cast: dtype='fp8'"):
-        Cast("fp8")
+            agg.ARTopK(leader=wrong)  # type: ignore[arg-type]
 
 
 def test_listing() -> None:

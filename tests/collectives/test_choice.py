@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from gradwire.codecs import TBQ, Codec, RandomK
 from gradwire.codecs import get as get_codec
 from gradwire.collectives import check_defined, check_feedback
 from gradwire.engine import Communicator
-from ranks import as_threads, caught
+from ranks import as_threads, caught, raises
 from rooms.engine import numbered
 
 A, B, C = b"a", b"b", b"c"
@@ -23,9 +25,7 @@ def test_machines_are_host_names() -> None:
     assert numbered([(B, 2), (B, 2), (A, 4), (A, 4), (A, 4), (A, 4)]) == (0, 0, 1, 1, 1, 1)
     # a process group of some of a machine's ranks
     assert numbered([(A, 8), (A, 8), (B, 8)]) == (0, 0, 1)
-
-
-def test_machines_of_one_name_are_told_apart_by_their_size() -> None:
+    # of one name they are told apart by their size
     assert numbered([(A, 2)] * 5) == (0, 0, 1, 1, 2)
     assert numbered([(A, 1)] * 3) == (0, 1, 2)
 
@@ -55,18 +55,6 @@ def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.Monkey
     part = 1024 // 128 * 68 + 48
     given = 2 * part if inside == "codec" else 2 * (1024 * 4 + 48)
     assert as_threads(4, body) == [given + 2 * part + 2 * part] * 4
-
-
-def test_ranks_must_choose_alike() -> None:
-    def body(comm: Communicator) -> BaseException | None:
-        name = "ring" if comm.rank else "hierarchical"
-        options = Options(algorithm=name)
-        return caught(lambda: all_reduce(torch.ones(9), group=comm, options=options))
-
-    for error in as_threads(2, body):
-        assert isinstance(error, ConfigError)
-        assert "algorithm ring" in str(error)
-        assert "algorithm hierarchical" in str(error)
 
 
 RESTRICTIONS: dict[str, tuple[Codec, set[str]]] = {
@@ -102,8 +90,8 @@ def test_every_other_codec_runs_in_every_algorithm(
         found = []
         for name in allowed:
             x, residual = data[comm.rank].clone(), torch.zeros(3000)
-            options, codec = Options(algorithm=algorithm), get_codec(name)
-            all_reduce(x, codec, op="avg", group=comm, residual=residual, options=options)
+            how: dict[str, Any] = {"residual": residual, "algorithm": algorithm}
+            all_reduce(x, get_codec(name), op="avg", group=comm, **how)
             found.append((x, residual))
         return found
 
@@ -121,8 +109,8 @@ def test_every_other_codec_runs_in_every_algorithm(
 def test_error_feedback_wants_the_biased_randomk() -> None:
     check_feedback(RandomK(density=0.1))
     check_feedback(RandomK(density=1.0, unbiased=True))  # it scales by 1
-    with pytest.raises(ConfigError, match=r"sends 10 times .* Use unbiased=False with error feed"):
-        check_feedback(RandomK(density=0.1, unbiased=True))
+    said = "sends 10 times", "Use unbiased=False with error feed"
+    raises(ConfigError, lambda: check_feedback(RandomK(density=0.1, unbiased=True)), *said)
     for name in CODECS:
         check_feedback(get_codec(name))
 
@@ -145,14 +133,8 @@ def test_where_partial_sums_of_fp16_overflow_or_saturate() -> None:
         found = []
         for op, algorithm, fed, _ in ways:
             x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)
-            all_reduce(
-                x,
-                "identity",
-                op=op,
-                group=comm,
-                residual=residual if fed else None,
-                options=Options(algorithm=algorithm),
-            )
+            how: dict[str, Any] = {"residual": residual if fed else None, "algorithm": algorithm}
+            all_reduce(x, "identity", op=op, group=comm, **how)
             found.append((float(x[0]), float(residual[0])))
         return found
 

@@ -7,38 +7,65 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
 from fifo import FifoHub
-from gradwire import QSGD, CodecError, ConfigError, Options, TransportError, all_reduce
+from gradwire import (
+    QSGD,
+    CodecError,
+    Options,
+    TransportError,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+)
 from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
-from ranks import as_threads, caught
-from transport.shm_ends import at_once
+from leftovers import until
+from ranks import as_threads, caught, raises, refuses
 
 
-def test_jobs_of_several_threads_take_turns() -> None:
-    """In the same order on all ranks, which callers must ensure, as with NCCL."""
+@pytest.mark.parametrize("fifo", [FifoHub(2), None], ids=["in order", "with tags"])
+def test_threads_take_turns_and_a_call_beside_another_is_refused(fifo: FifoHub | None) -> None:
+    """Ranks may meet the two in different orders, and so take the values of one for the other's."""
+    begun = threading.Event()
 
-    def body(comm: Communicator) -> list[torch.Tensor]:
+    def body(comm: Communicator) -> None:
         tensors = [torch.full((1000,), float(comm.rank + i)) for i in range(8)]
-        done = [threading.Event() for _ in range(9)]
-        done[0].set()
+        reduce = partial(all_reduce, group=comm)
+        calling = [
+            threading.Thread(target=reduce, args=(t, "identity"), kwargs={"name": f"t{i}"})
+            for i, t in enumerate(tensors)
+        ]
+        if comm.rank == 1:
+            assert begun.wait(60)
+        calling[0].start()
+        if comm.rank == 0:
+            assert until(lambda: comm.calls.core.issued)
+            x = torch.ones(300)
+            for call in (
+                partial(reduce, x),
+                partial(reduce, x, async_op=True),
+                partial(broadcast, x, group=comm),
+                partial(all_gather, torch.ones(600), x, group=comm),
+                partial(reduce_scatter, torch.ones(150), x, group=comm),
+            ):
+                refuses("another thread is in a collective of this process group", call)
+            begun.set()
+        for before, following in pairwise(calling):
+            before.join(60)
+            following.start()
+        calling[-1].join(60)
+        assert [float(t[0]) for t in tensors] == [1.0 + 2 * i for i in range(8)]
 
-        def turn(i: int) -> None:
-            done[i].wait(20)
-            all_reduce(tensors[i], "identity", group=comm, name=f"t{i}")
-            done[i + 1].set()
-
-        at_once(*(partial(turn, i) for i in range(8)))
-        return tensors
-
-    for tensors in as_threads(3, body, fifo=FifoHub(3)):
-        assert [float(t[0]) for t in tensors] == [3.0 + 3 * i for i in range(8)]
+    as_threads(2, body, fifo=fifo)
 
 
 def test_a_call_ends_with_what_broke_the_group() -> None:
@@ -83,28 +110,21 @@ def test_a_bad_payload_breaks_the_group_and_peers_are_told() -> None:
     assert (0, 0) in fifo.blamed
 
 
-def test_a_checksum_that_nobody_would_compare_is_refused() -> None:
-    def body(comm: Communicator) -> BaseException | None:
-        return caught(lambda: all_reduce(torch.ones(3), group=comm, options=Options(checksum=True)))
-
-    for error in as_threads(2, body, fifo=FifoHub(2)):
-        assert isinstance(error, ConfigError)
-        assert "checksum" in str(error)
-
-
 def test_a_closed_communicator_refuses() -> None:
-    def body(comm: Communicator) -> BaseException | None:
-        all_reduce(torch.ones(3), group=comm)
+    def body(comm: Communicator) -> None:
+        reduce = partial(all_reduce, torch.ones(3), group=comm)
+        reduce()
         comm.close()
-        return caught(lambda: all_reduce(torch.ones(3), group=comm))
+        raises(TransportError, reduce, "destroyed")
 
     for fifo in (FifoHub(2), None):
-        for error in as_threads(2, body, fifo=fifo):
-            assert isinstance(error, TransportError)
-            assert "destroyed" in str(error)
+        as_threads(2, body, fifo=fifo)
 
 
-def test_memory_is_that_of_one_collective() -> None:
+CHECKSUM = Options(checksum=True)
+
+
+def test_memory_is_that_of_one_collective_and_no_checksum_is_taken() -> None:
     """Each collective reuses the arena of the one before, however many there are."""
 
     def body(comm: Communicator) -> tuple[int, int]:
@@ -112,6 +132,8 @@ def test_memory_is_that_of_one_collective() -> None:
         item = Item(torch.ones(100_000), rng.parameter_keys(0, "w", comm.rank), 0)
         for _ in range(5):
             collective.start([item])
+        # Nobody would compare it.
+        refuses("checksum", partial(all_reduce, item.values, group=comm, options=CHECKSUM))
         return comm.pools.peak_bytes, collective.prepared[0][0].arena_bytes
 
     for peak, arena in as_threads(2, body, fifo=FifoHub(2)):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fifo import FifoHub
-from gradwire import QSGD, Codec, Identity, Options
-from gradwire.codecs import OneBit, TopK
-from gradwire.collectives import Item, prepare
+from gradwire import QSGD, Codec, Options
+from gradwire.codecs import Identity, OneBit, TopK
+from gradwire.collectives import prepare
 from gradwire.engine import Communicator
-from gradwire.lang import rng
 from gradwire.partition import Spec
 from ranks import as_threads
+from typed_values import items_of
 
 MIX: list[Codec] = [
     *(QSGD(bits=bits) for bits in (2, 4, 8)),
@@ -34,10 +34,7 @@ def test_a_task_is_one_call(n: int, in_order: bool) -> None:
         values = [torch.randn(NUMEL, generator=made) for _ in specs]
         residuals = [torch.zeros(NUMEL) for _ in specs]
         for step in range(2):
-            items = [
-                Item(t, rng.parameter_keys(0, f"p{k}", comm.rank), step, r)
-                for k, (t, r) in enumerate(zip(values, residuals, strict=True))
-            ]
+            items = items_of(comm, specs, values, residuals, step)
             calls = collective.start(items).result(timeout=60).kernel_calls
         program = collective.prepared[0][0].program
         tasks = sum(bool(of_task) for of_task in program.calls.of)

@@ -19,14 +19,14 @@ from gradwire.lang import Codec
 from gradwire.transport import Hub
 from ranks import as_threads, caught
 from rooms.collectives import LEGAL, OPS, REDUCING, VERBS, Legal
-from typed_values import EVERY_DTYPE, check_group, check_reduced, generator, same_bits, values
+from typed_values import EVERY_DTYPE, call, check_group, check_reduced, generator, same_bits, values
 
 ODD = [torch.uint16, torch.float8_e4m3fn]  # dtypes that are only copied
 ALGORITHMS = list(OF["all_reduce"])
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md"
 
 
-def call(
+def called(
     comm: Communicator,
     verb: str,
     op: str,
@@ -35,23 +35,10 @@ def call(
     feedback: bool,
     algorithm: str,
 ) -> torch.Tensor:
-    """A public function on 1-D values; returns its result."""
-    n = comm.world_size
-    how: dict[str, Any] = {"group": comm, "algorithm": algorithm}
-    if verb == "broadcast":
-        gw.broadcast(tensor, n - 1, codec, **how)
-        return tensor
-    if verb == "all_gather":
-        whole = tensor.new_empty(n * tensor.numel())
-        gw.all_gather(whole, tensor, codec, **how)
-        return whole
-    residual = torch.zeros(tensor.numel()) if feedback else None
-    if verb == "all_reduce":
-        gw.all_reduce(tensor, codec, op=op, residual=residual, **how)
-        return tensor
-    shard = tensor.new_empty(tensor.numel() // n)
-    gw.reduce_scatter(shard, tensor, codec, op=op, residual=residual, **how)
-    return shard
+    """The result of a public function."""
+    reduces = {"op": op, "residual": torch.zeros(tensor.numel()) if feedback else None}
+    how = {"group": comm, "algorithm": algorithm, **(reduces if verb in REDUCING else {})}
+    return call(verb, tensor, comm.world_size, codec, **how)[0]
 
 
 @pytest.mark.parametrize("row", LEGAL, ids=lambda row: " ".join(row.columns()[:3:2]))
@@ -77,7 +64,7 @@ def test_every_row_works(row: Legal, pytestconfig: pytest.Config) -> None:
     def body(comm: Communicator) -> list[torch.Tensor]:
         found = []
         for (op, _, *how), mine in zip(cases, given[comm.rank], strict=True):
-            found.append(call(comm, row.verb, op, mine.clone(), *how))
+            found.append(called(comm, row.verb, op, mine.clone(), *how))
         return found
 
     found = as_threads(n, body)
@@ -144,8 +131,8 @@ def test_everything_else_is_refused_before_anything_is_sent(verb: str) -> None:
 
     def body(comm: Communicator) -> list[tuple[Any, BaseException | None]]:
         found = [
-            (case, caught(lambda case=case: call(comm, verb, case[0],  # type: ignore[misc]
-                                                 torch.zeros(4, dtype=case[1]), *case[2:])))
+            (case, caught(lambda case=case: called(comm, verb, case[0],  # type: ignore[misc]
+                                                   torch.zeros(4, dtype=case[1]), *case[2:])))
             for case in refused
         ]  # fmt: skip
         assert not messages

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives.test_lengths import CODECS, reduce_all
-from gradwire import Codec, CodecError, Options
+from gradwire import CodecError, Options
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.transport import Hub
 from ranks import as_threads, caught
@@ -39,15 +39,14 @@ class Corrupt:
         self.change(array[parts[self.part]])
 
 
-def errors(corrupt: Corrupt, codec: Codec, **options: Any) -> list[BaseException | None]:
-    """How an all-reduce of two ranks ends."""
+def error_of(corrupt: Corrupt, name: str, lends: bool = False, **options: Any) -> Any:
+    """How an all-reduce of two ranks ends on rank 0."""
+    given = CODECS[name], Options(segments=1, **options), "gaussian", 1
 
     def body(comm: Communicator) -> BaseException | None:
-        return caught(
-            lambda: reduce_all(comm, codec, Options(segments=1, **options), "gaussian", 1)
-        )
+        return caught(lambda: reduce_all(comm, *given))
 
-    return as_threads(2, body, Hub(2, timeout=20, corrupt=corrupt))
+    return as_threads(2, body, Hub(2, timeout=20, corrupt=corrupt, lends=lends))[0]
 
 
 @pytest.mark.parametrize("name", ["graddrop", "threelc"])
@@ -61,7 +60,7 @@ def test_fuzz_a_changed_byte_ends_in_an_error(name: str) -> None:
                 message[at] ^= draw.integers(1, 256)
 
         corrupt = Corrupt(part, change)
-        error = errors(corrupt, CODECS[name])[0]
+        error = error_of(corrupt, name)
         if not corrupt.changed or not isinstance(error, CodecError) or "rank 1" not in str(error):
             faults.append(f"seed {seed}, {part}: {error!r}")
     assert not faults, faults
@@ -79,7 +78,7 @@ def lie(change: Any, **options: Any) -> str:
         length = sum(-(-int(n) // 16) * 16 for n in table[:ROWS])
         message[24:32] = np.array([length], dtype="<u8").view("u1")
 
-    error = errors(Corrupt("head", change_head), CODECS["hardthreshold"], **options)[0]
+    error = error_of(Corrupt("head", change_head), "hardthreshold", **options)
     assert isinstance(error, CodecError)
     assert "rank 1" in str(error)
     return str(error)
@@ -104,34 +103,18 @@ def test_a_table_that_lies_is_refused() -> None:
     assert "contradict" in lie(swapped, checksum=False)
 
 
-def test_counts_that_lie_are_refused_without_a_checksum() -> None:
-    """A body whose counts exceed the room."""
+def test_counts_and_lengths_that_lie_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body whose counts exceed the room, without a checksum; and of a message that is read in
+    place its counts, then the header's length."""
 
-    def change(body: np.ndarray) -> None:
-        body[:2] = 255
+    def change(place: slice) -> Any:
+        return lambda message: message.__setitem__(place, 255)
 
-    errored = errors(Corrupt("body", change), CODECS["hardthreshold"], checksum=False)[0]
-    assert isinstance(errored, CodecError)
-    assert "contradict" in str(errored)
-
-
-def test_lengths_that_lie_are_refused_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that is read in place: its counts, then the header's length."""
+    error = error_of(Corrupt("body", change(slice(2))), "hardthreshold", checksum=False)
+    assert isinstance(error, CodecError)
+    assert "contradict" in str(error)
     monkeypatch.setattr(placement, "BORROWED_BYTES", 0)
-
-    def error(place: slice) -> str:
-        def change(message: np.ndarray) -> None:
-            message[place] = 255
-
-        corrupt = Corrupt("all", change)
-
-        def body(comm: Communicator) -> BaseException | None:
-            codec = CODECS["hardthreshold"]
-            return caught(lambda: reduce_all(comm, codec, Options(), "gaussian", 1))
-
-        found = as_threads(2, body, Hub(2, timeout=20, corrupt=corrupt, lends=True))[0]
-        assert isinstance(found, CodecError)
-        return str(found)
-
-    assert "length is" in error(slice(HEADER_BYTES, HEADER_BYTES + 2))
-    assert "length is" in error(slice(24, 26))
+    for place in (slice(HEADER_BYTES, HEADER_BYTES + 2), slice(24, 26)):
+        error = error_of(Corrupt("all", change(place)), "hardthreshold", lends=True)
+        assert isinstance(error, CodecError)
+        assert "length is" in str(error)

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -21,9 +21,9 @@ import torch
 from fifo import FifoHub
 from golden.runs import WAYS
 from gradwire import Codec, Options, algorithms, codecs
-from gradwire.collectives import Item, prepare
+from gradwire.collectives import prepare
 from gradwire.engine import HEADER_BYTES, Communicator
-from gradwire.lang import encode, layout, rng
+from gradwire.lang import encode, layout
 from gradwire.partition import Spec, partition
 from gradwire.transport import Hub
 from laws.travelling import Machine
@@ -31,6 +31,7 @@ from products import exhaustive, one_in
 from ranks import WORLD_SIZES, as_threads
 from rooms.collectives import job, packing, placement, prepared
 from transport.shm_ends import ends
+from typed_values import items_of
 
 SIZES = [1, 17, 0, 129, 1000, 20_000, 5, 1025]
 CODECS: dict[str, Codec] = {
@@ -56,14 +57,12 @@ def values(data: str, numel: int, seed: int) -> torch.Tensor:
     return drawn**5 if data == "heavy" else drawn
 
 
-@dataclass
 class Spy:
     """Records all messages: per link and tag, in order."""
 
-    seen: dict[tuple[int, int, int], list[torch.Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.seen: defaultdict[tuple[int, int, int], list[torch.Tensor]] = defaultdict(list)
+        self.lock = threading.Lock()
 
     def __call__(self, source: int, peer: int, tag: int, message: torch.Tensor) -> None:
         with self.lock:
@@ -90,31 +89,21 @@ def reduce_all(
 ) -> Found:
     """Fused all-reduces of all tensors, with residuals; of one codec, or one per tensor."""
     used = [codec] * len(SIZES) if isinstance(codec, Codec) else codec
-    specs = [
-        Spec(f"p{i}", n, torch.float32, c, True, i)
-        for i, (n, c) in enumerate(zip(SIZES, used, strict=True))
-    ]
+    pairs = enumerate(zip(SIZES, used, strict=True))
+    specs = [Spec(f"p{i}", n, torch.float32, c, True, i) for i, (n, c) in pairs]
     tensors: list[torch.Tensor] = []
     counted = []
     collective = prepare(comm.calls, specs, options)
     for step in range(steps):
         given = [values(data, n, 100 * comm.rank + 10 * step + i) for i, n in enumerate(SIZES)]
         residuals = [torch.zeros(n) for n in SIZES]
-        items = [
-            Item(t, rng.parameter_keys(0, spec.name, comm.rank), step, r)
-            for t, spec, r in zip(given, specs, residuals, strict=True)
-        ]
+        items = items_of(comm, specs, given, residuals, step)
         counted.append(collective.start(items).result().wire_bytes)
         tensors += given + residuals
-    program = collective.prepared[0][0].program
-    pool = comm.pools.of(torch.device("cpu"), staging=True)
-    return Found(
-        tensors,
-        counted,
-        collective.prepared[0][0].wire_bytes,
-        sum(program.nbytes[b] for b in program.graph.sent()),
-        pool.owned - sum(arena.numel() for arena in pool._free),
-    )
+    prepared, pool = collective.prepared[0][0], comm.pools.of(torch.device("cpu"), staging=True)
+    capacity = sum(prepared.program.nbytes[b] for b in prepared.program.graph.sent())
+    left = pool.owned - sum(arena.numel() for arena in pool._free)
+    return Found(tensors, counted, prepared.wire_bytes, capacity, left)
 
 
 def account(messages: list[torch.Tensor]) -> int:
@@ -194,12 +183,13 @@ def test_buffers_of_fixed_length_travel_beside_packed_ones(
 def test_law_5_the_formula_counts_what_is_expected() -> None:
     """In each row, the selection has its expected size: so the formula is exact."""
     codec = codecs.get("dgc", density=0.05)
-    for way in (way for way in WAYS if "hierarchical" not in way):
+    ways = [way for way in WAYS if "hierarchical" not in way]
 
-        def body(comm: Communicator, way: str = way) -> Found:
-            return reduce_all(comm, codec, WAYS[way](3), "gaussian", steps=1)
+    def body(comm: Communicator) -> list[Found]:
+        return [reduce_all(comm, codec, WAYS[way](3), "gaussian", steps=1) for way in ways]
 
-        for found in as_threads(3, body):
+    for rank in as_threads(3, body):
+        for way, found in zip(ways, rank, strict=True):
             assert found.counted == [found.formula], way
 
 
@@ -258,9 +248,7 @@ def test_counts_say_how_much_is_in_use(name: str) -> None:
     lay = layout(codec)
     for numel, data in product((1, 79, 1000, 30_011), DATA):
         spec = Spec("p", numel, torch.float32, codec)
-        payload = encoded(codec, values(data, numel, 5))
-        message = np.concatenate([np.zeros(HEADER_BYTES, dtype="u1"), payload])
-        found = int(only_packing(spec).used(message)[0])
+        payload, found = in_use(spec, values(data, numel, 5))
         assert lay.offsets(numel)[-1] <= found <= lay.nbytes(numel) == len(payload)
         assert not payload[found:].any()
         if data == "gaussian" and name == "all of it":
@@ -269,15 +257,13 @@ def test_counts_say_how_much_is_in_use(name: str) -> None:
             assert found == lay.offsets(numel)[-1]
 
 
-def encoded(codec: Codec, given: torch.Tensor) -> np.ndarray:
-    return encode(codec, given, key=3).numpy()
-
-
-def only_packing(spec: Spec) -> packing.Packing:
-    """The packing of a collective's only message."""
+def in_use(spec: Spec, given: torch.Tensor) -> tuple[np.ndarray, int]:
+    """The payload of a collective's only message, and how much of it is in use."""
+    payload = encode(spec.codec, given, key=3).numpy()
     parts = partition([spec], chunks=1, segments=1)
     graph = algorithms.get("all_gather").build(0, 2, parts.sizes)
-    return packing.packings(graph, parts)[0]
+    message = np.concatenate([np.zeros(HEADER_BYTES, dtype="u1"), payload])
+    return payload, int(packing.packings(graph, parts)[0].used(message)[0])
 
 
 def test_codecs_expect_about_what_gaussian_values_give() -> None:
@@ -290,11 +276,7 @@ def test_codecs_expect_about_what_gaussian_values_give() -> None:
     ):
         codec = codecs.get(name, **options)
         spec = Spec("p", numel, torch.float32, codec)
-        sizes = []
-        for seed in range(4):
-            payload = encoded(codec, values("gaussian", numel, seed))
-            message = np.concatenate([np.zeros(HEADER_BYTES, dtype="u1"), payload])
-            sizes.append(int(only_packing(spec).used(message)[0]))
+        sizes = [in_use(spec, values("gaussian", numel, seed))[1] for seed in range(4)]
         mean = pytest.approx(np.mean(sizes), rel=within)
         assert layout(codec).expected_nbytes(numel) == mean, codec
 

@@ -11,7 +11,7 @@ import torch
 from fifo import FifoHub
 from gradwire import QSGD, Codec, Options, all_gather, all_reduce, broadcast, reduce_scatter
 from gradwire.codecs import OneBit, TopK
-from gradwire.collectives import Item, Operation, prepare
+from gradwire.collectives import Operation, prepare
 from gradwire.engine import Communicator
 from laws.ways import WAYS
 from products import exhaustive
@@ -24,7 +24,7 @@ from typed_values import (
     SIZES,
     check_reduced,
     generator,
-    keys,
+    items_of,
     name_of,
     same_bits,
     specs_of,
@@ -48,8 +48,7 @@ def run(
     codecs = codecs or [uncompressed(operation, t.dtype) for t in tensors]
     specs = specs_of(tensors, codecs)
     collective = prepare(comm.calls, specs, options, operation)
-    items = [Item(t, keys(spec, comm), 0) for spec, t in zip(specs, tensors, strict=True)]
-    sent = collective.start(items).result(30).wire_bytes
+    sent = collective.start(items_of(comm, specs, tensors)).result(30).wire_bytes
     assert sent == collective.prepared[0][0].wire_bytes
     assert (sent > 0) == (comm.world_size > 1) or operation.verb == "broadcast"
 

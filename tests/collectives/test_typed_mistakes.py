@@ -50,6 +50,12 @@ def quantised(comm: Communicator) -> object:
         return gw.broadcast(torch.empty(4, dtype=torch.quint8), group=comm)
 
 
+VERBS: dict[str, list[Any]] = {
+    "reduce": [gw.all_reduce, X(9)],
+    "scatter": [gw.reduce_scatter, X(4), X(8)],
+    "gather": [gw.all_gather, X(8), X(4)],
+}
+
 MISTAKES: list[tuple[Call, str]] = [
     # options
     (options(algorithm="rings"), "unknown algorithm 'rings': did you mean 'ring'? Else use one of"),
@@ -79,9 +85,19 @@ MISTAKES: list[tuple[Call, str]] = [
         on(gw.all_reduce, X(9), options={"algorithm": "ring"}),
         "options={'algorithm': 'ring'}: give a gradwire.Options",
     ),
-    (
-        on(gw.all_reduce, X(9), options=Options(algorithm="hierarchical", nodes=(0, 0, 1))),
-        "a machine for each of the 2 ranks",
+    *(
+        (on(*VERBS[verb], options=Options(algorithm="hierarchical", **how)), text)
+        for verbs, how, texts in (
+            (VERBS, {"nodes": (0, 0, 1)}, ["a machine for each of the 2 ranks"]),
+            (
+                ["scatter", "gather"],
+                {"between": "grid"},
+                ["has no grid: ", "leave out between='grid'"],
+            ),
+            (["gather"], {"inside": "full"}, ["sums no values ", "leave out inside='full'"]),
+        )
+        for verb in verbs
+        for text in texts
     ),
     (
         on(gw.all_reduce, X(4), None, algorithm="rings"),
@@ -101,7 +117,7 @@ MISTAKES: list[tuple[Call, str]] = [
     *((on(gw.all_reduce, X(3), step=step), "step is") for step in (-1, 1.0, True, 1 << 62, "one")),
     *((on(gw.all_reduce, X(3), seed=seed), "seed=") for seed in (-5, "a")),
     *(
-        (on(gw.load_state_dict, state), "gradwire.state_dict()")
+        (on(gw.collectives.load_state_dict, state), "gradwire.state_dict()")
         for state in (
             {},
             {"calls": -1},
@@ -263,9 +279,21 @@ def broadcasts(root: int, **how: Any) -> Call:
 
 def scatters(lengths: tuple[int, ...]) -> Call:
     lengths += (0,)
-    return lambda comm: begin(
-        comm.calls, ReduceScatter(X(4), lengths=lengths[: comm.world_size]), "w", Options()
-    )[0].result(30)
+    return lambda comm: asks(ReduceScatter, X(4), lengths=lengths[: comm.world_size])(comm)
+
+
+def doubling(by: float) -> Codec:
+    """A codec whose code differs between ranks under one name: an old file on one of them."""
+
+    @dataclass(frozen=True)
+    class Stale(Codec):
+        def encode(self, g: Value) -> Payload:
+            return concat(value=g * 0.5)
+
+        def decode(self, value: Value) -> Value:
+            return value * by
+
+    return Stale()
 
 
 # The call of most ranks, the call of rank 1, what the error must say, and whether every rank waits
@@ -285,6 +313,13 @@ DIFFERENCES: dict[str, tuple[Any, Any, list[str], bool]] = {
     "a broadcast": (broadcasts(0), reduces(), ["broadcast(root=0)", "all_reduce(sum)"], False),
     "algorithm": (
         broadcasts(0), broadcasts(0, algorithm="tree"), ["algorithm sra", "algorithm tree"], False
+    ),
+    "a reduction's algorithm": (
+        reduces(QSGD(), algorithm="hierarchical"), reduces(QSGD(), algorithm="ring"),
+        ["algorithm hierarchical", "algorithm ring"], False,
+    ),
+    "a codec's code": (
+        reduces(doubling(3.0)), reduces(doubling(2.0)), ["Stale(): program"], False
     ),
 }  # fmt: skip
 
@@ -315,36 +350,6 @@ def test_ranks_that_differ_are_told(n: int) -> None:
     with ThreadPoolExecutor(len(given)) as pool:  # they wait most of the time
         faults = [fault for of in pool.map(lambda g: faults_of(*g), given) for fault in of]
     assert not faults, faults
-
-
-# ---- calls that look alike but differ: none gets a wrong number
-
-
-def doubling(by: float) -> Codec:
-    """A codec whose code differs between ranks under one name: an old file on one of them."""
-
-    @dataclass(frozen=True)
-    class Stale(Codec):
-        def encode(self, g: Value) -> Payload:
-            return concat(value=g * 0.5)
-
-        def decode(self, value: Value) -> Value:
-            return value * by
-
-    return Stale()
-
-
-def test_a_codec_that_is_another_elsewhere_is_named() -> None:
-    codecs = [doubling(2.0 if rank else 3.0) for rank in range(3)]
-    assert len(set(map(str, codecs))) == 1
-
-    def reduce(comm: Communicator) -> BaseException | None:
-        tensor = torch.randn(300)
-        return caught(lambda: gw.all_reduce(tensor, codecs[comm.rank], group=comm))
-
-    for error in as_threads(3, reduce):
-        assert isinstance(error, ConfigError)
-        assert "Stale(): program" in str(error)
 
 
 @pytest.mark.parametrize("codec", ["randomk", "rotated", "qsgd"])

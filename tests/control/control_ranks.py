@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,10 +52,7 @@ def group(
     store = dist.HashStore() if store is None else store
     ears = ears or [Ears() for _ in range(world_size)]
     with channels(world_size, shared) as made:
-        yield [
-            made[rank].join(store, rank, world_size, timeout, ears[rank])
-            for rank in range(world_size)
-        ]
+        yield [m.join(store, r, world_size, timeout, ears[r]) for r, m in enumerate(made)]
 
 
 def exchanged(members: Iterable[Member], key: str = "e", *, tag: str = "") -> list[bytes]:
@@ -66,12 +63,20 @@ def exchanged(members: Iterable[Member], key: str = "e", *, tag: str = "") -> li
     return list(found)
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until `holds`; fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "the condition never held"
-        time.sleep(0.002)
+def joined(
+    made: Sequence[Channel], store: Any, world_size: int = 2, ears: Sequence[Ears] = ()
+) -> list[Member]:
+    """The members of a group, of whose first ranks each has a channel."""
+    heard = ears or [Ears() for _ in made]
+    pairs = enumerate(zip(made, heard, strict=True))
+    return [channel.join(store, rank, world_size, 60.0, of) for rank, (channel, of) in pairs]
+
+
+def agreed(members: Iterable[Member], key: str, *lines: Sequence[str]) -> list[Any]:
+    """What the members' agreements end with, an error or a number: all have the same lines, or each
+    its own."""
+    futures = [m.agree(key, "the plan", lines[m.rank % len(lines)]) for m in members]
+    return [future.exception(60) or future.result() for future in futures]
 
 
 class Wrapped:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from control_ranks import SIZES, Ears, Wrapped, channels, exchanged, group, until
+from control_ranks import SIZES, Ears, Wrapped, agreed, channels, exchanged, group, joined
 
 from gradwire.control import Channel
 from gradwire.control import channel as channel_module
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import TransportError
+from leftovers import until
 from products import one_in
+from ranks import raises, refuses
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def test_all_others_hear_each_notice_once_and_in_order(world_size: int, shared: 
         for i in range(count):  # the first are sent before the rank has its place
             for member in members:
                 member.tell({"i": i})
-        until(lambda: all(len(e.heard_from) >= count * (world_size - 1) for e in ears))
+        assert until(lambda: all(len(e.heard_from) >= count * (world_size - 1) for e in ears))
         exchanged(members)  # a duplicate would arrive before this
     for rank, ear in enumerate(ears):
         for sender in range(world_size):
@@ -41,7 +44,7 @@ def test_a_rank_that_joins_late_hears_what_was_told_before() -> None:
     with channels(2) as made:
         made[0].join(store, 0, 2, 60.0, Ears()).tell({"failed": "RuntimeError"})
         made[1].join(store, 1, 2, 60.0, ears)
-        until(lambda: ears.heard_from == [(0, {"failed": "RuntimeError"})])
+        assert until(lambda: ears.heard_from == [(0, {"failed": "RuntimeError"})])
 
 
 def test_ticks_and_failing_listeners(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,12 +60,12 @@ def test_ticks_and_failing_listeners(caplog: pytest.LogCaptureFixture) -> None:
     ears = [Failing(), Failing()]
     with caplog.at_level(logging.WARNING, "gradwire"), group(2, ears=list(ears)) as members:
         members[0].tell({"one": 1})
-        until(lambda: ears[0].ticks > 3)
+        assert until(lambda: ears[0].ticks > 3)
         members[0].tell({"two": 2})
-        until(lambda: len(ears[1].heard_from) == 2)
+        assert until(lambda: len(ears[1].heard_from) == 2)
         members[0].leave({})
         settled, ticks = ears[1].ticks, ears[0].ticks
-        until(lambda: ears[1].ticks > settled + 6)
+        assert until(lambda: ears[1].ticks > settled + 6)
         assert ears[0].ticks <= ticks + 1  # one may have been under way
     texts = [record.getMessage() for record in caplog.records]
     assert sum("tick" in text for text in texts) == 2  # one each
@@ -94,14 +97,13 @@ def test_groups_over_one_server_share_a_thread_and_do_not_mix() -> None:
     stores = [dist.PrefixStore(f"group {g}/", server) for g in range(5)]
     ears = [[Ears() for _ in range(2)] for _ in stores]
     with channels(2) as made:
-        members = [
-            [made[r].join(store, r, 2, 60.0, ears[g][r]) for r in range(2)]
-            for g, store in enumerate(stores)
-        ]
+        members = [joined(made, store, 2, of) for store, of in zip(stores, ears, strict=True)]
         for g, (one, two) in enumerate(members):
             one.tell({"group": g})
             assert exchanged([one, two], tag=f"{g} ") == [b"%d 0" % g, b"%d 1" % g]
-        until(lambda: all(e[1].heard_from == [(0, {"group": g})] for g, e in enumerate(ears)))
+        assert until(
+            lambda: all(e[1].heard_from == [(0, {"group": g})] for g, e in enumerate(ears))
+        )
         # Two for each channel, however many groups.
         ours = [thread for thread in threading.enumerate() if thread not in before]
         assert len(ours) <= 4
@@ -121,17 +123,15 @@ def test_the_last_notice(shared: bool) -> None:
         members[1].leave({"again": 0})
         members[1].tell({"too": "late"})
         told = [(1, {"step": 12}), (1, {"left": "at step 12"})]
-        until(lambda: all(len(ears[rank].heard_from) == 2 for rank in (0, 2)))
+        assert until(lambda: all(len(ears[rank].heard_from) == 2 for rank in (0, 2)))
         for rank in (0, 2):  # rings: what was told too late would be heard first
             members[rank].tell({"after": rank})
-        until(lambda: all(len(ears[rank].heard_from) == 3 for rank in (0, 2)))
+        assert until(lambda: all(len(ears[rank].heard_from) == 3 for rank in (0, 2)))
         assert ears[0].heard_from == [*told, (2, {"after": 2})]
         assert ears[2].heard_from == [*told, (0, {"after": 0})]
         assert ears[1].heard_from == []
-        with pytest.raises(TransportError, match="has left"):
-            members[1].first("k", b"")
-        with pytest.raises(TransportError, match="has left"):
-            members[1].exchange("f", b"").result(60)
+        raises(TransportError, partial(members[1].first, "k", b""), "has left")
+        raises(TransportError, partial(members[1].exchange("f", b"").result, 60), "has left")
 
 
 def test_closing_ends_what_is_pending_and_tells_what_was_told(
@@ -144,19 +144,16 @@ def test_closing_ends_what_is_pending_and_tells_what_was_told(
         members = [made[r].join(store, r, 3, 60.0, ears if r == 1 else Ears()) for r in range(2)]
         for future in [m.agree("a", "plan", []) for m in members]:
             assert not future.done()
-        until(lambda: members[1].part.settled)
+        assert until(lambda: members[1].part.settled)
         pending = members[0].exchange("e", b"")
         members[0].tell({"last": "word"})
         made[0].close()
-        with pytest.raises(TransportError):
-            pending.result(60)
-        until(lambda: ears.heard_from == [(0, {"last": "word"})])
-        with pytest.raises(TransportError):
-            members[0].exchange("f", b"").result(60)
+        assert isinstance(pending.exception(60), TransportError)
+        assert until(lambda: ears.heard_from == [(0, {"last": "word"})])
+        assert isinstance(members[0].exchange("f", b"").exception(60), TransportError)
         members[0].tell({"too": "late"})
         members[0].leave({})
-        with pytest.raises(ConfigError, match="closed"):
-            made[0].join(store, 0, 3, 60.0, Ears())
+        refuses("closed", partial(made[0].join, store, 0, 3, 60.0, Ears()))
 
 
 def test_a_store_that_hangs_holds_up_nobody() -> None:
@@ -172,16 +169,15 @@ def test_a_store_that_hangs_holds_up_nobody() -> None:
     with channels(1) as (channel,):
         other = channel.join(dist.HashStore(), 0, 1, 60.0, Ears())
         member = channel.join(Wrapped(dist.HashStore(), before), 0, 2, 0.3, ears)
-        until(lambda: member.part.settled)
+        assert until(lambda: member.part.settled)
         hangs.set()
         error = member.agree("a", "the plan", []).exception(60)
         assert isinstance(error, TransportError)
         assert "does not answer" in str(error)
         ticks = ears.ticks
-        until(lambda: ears.ticks > ticks + 2)
+        assert until(lambda: ears.ticks > ticks + 2)
         assert other.exchange("e", b"x").result(60) == [b"x"]
-        with pytest.raises(TransportError, match="does not answer"):
-            member.first("k", b"")
+        raises(TransportError, partial(member.first, "k", b""), "does not answer")
         member.leave({})
         again = channel.join(Wrapped(dist.HashStore(), before), 0, 2, 60.0, ears)
         again.tell({})
@@ -197,7 +193,7 @@ def looked(channel: Channel) -> None:
     """Wait until a channel's thread has looked several times at what there is of its groups."""
     ears = Ears()
     beside = channel.join(dist.HashStore(), 0, 1, 60.0, ears)
-    until(lambda: ears.ticks > 3)
+    assert until(lambda: ears.ticks > 3)
     beside.leave({})
 
 
@@ -206,14 +202,14 @@ def test_a_group_that_is_made_anew_over_its_store() -> None:
     with channels(2) as made:
         for incarnation in range(3):
             ears = [Ears(), Ears()]
-            members = [made[r].join(store, r, 2, 60.0, ears[r]) for r in range(2)]
+            members = joined(made, store, 2, ears)
             members[0].tell({"incarnation": incarnation})
-            lines = [f"version {incarnation}"]  # under the same key: older entries must not count
-            assert len({f.result(60) for f in [m.agree("a", "plan", lines) for m in members]}) == 1
+            # Under the same key: older entries must not count.
+            assert len({*agreed(members, "a", [f"version {incarnation}"])}) == 1
             assert members[0].first("k", b"%d" % incarnation) == b"%d" % incarnation
             assert [members[r].first("empty", b"x" * (1 - r)) for r in (1, 0)] == [b"", b""]
             heard = ears[1].heard_from
-            until(lambda heard=heard: bool(heard))
+            assert until(lambda heard=heard: bool(heard))
             assert heard == [(0, {"incarnation": incarnation})]
             for member in members:
                 member.leave({})
@@ -225,7 +221,7 @@ def test_an_incarnation_admits_no_rank_again(leaves: bool) -> None:
     former incarnation lives: it waits for the next."""
     store = dist.HashStore()
     with channels(4) as made:
-        old = [made[r].join(store, r, 2, 60.0, Ears()) for r in range(2)]
+        old = joined(made[:2], store)
         assert exchanged(old, tag="old ") == [b"old 0", b"old 1"]
         if leaves:
             old[1].leave({})
@@ -247,7 +243,7 @@ def test_ranks_count_their_incarnations() -> None:
         made[1].join(store, 1, 2, 60.0, Ears()).leave({})
         ahead = made[1].join(store, 1, 2, 60.0, Ears())
         first = made[0].join(store, 0, 2, 60.0, Ears())
-        until(lambda: first.part.settled)
+        assert until(lambda: first.part.settled)
         looked(made[1])
         assert not ahead.part.settled
         first.leave({})
@@ -262,7 +258,7 @@ def test_processes_that_are_started_again() -> None:
         former[0].join(store, 0, 3, 60.0, Ears()).tell({"stale": 1})
         stale = former[1].join(store, 1, 3, 60.0, Ears())
         stale.agree("a", "plan", ["stale"])
-        until(lambda: stale.part.settled)
+        assert until(lambda: stale.part.settled)
     with channels(3) as made:
         # Early, while the former rank 0 could still have answered.
         members = {r: made[r].join(store, r, 3, 60.0, Ears()) for r in (1, 2)}
@@ -288,14 +284,14 @@ def test_groups_that_were_left_leave_nothing(kind: str, groups: int) -> None:
     with channels(2) as made:
         for g in range(groups):
             store = dist.PrefixStore(f"group {g % (groups - 5)}/", server)
-            members = [made[r].join(store, r, 2, 60.0, Ears()) for r in range(2)]
+            members = joined(made, store)
             exchanged(members)
             for member in members:
                 member.leave({})
             kept += members  # references to them must not keep a connection
             held.append(now())
         # Threads end, and the server lets its ends go, a little later.
-        until(lambda: now()[0] <= held[0][0] and now()[1] <= held[0][1] + 4)
+        assert until(lambda: now()[0] <= held[0][0] and now()[1] <= held[0][1] + 4)
 
 
 # ---- foreign entries
@@ -327,14 +323,14 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
             news.write(str(news.add("n")), entry)
         members[0].tell({"after": 1})  # rings
         members[1].tell({"after": 1})
-        until(lambda: (0, {"after": 1}) in ears[1].heard_from)
+        assert until(lambda: (0, {"after": 1}) in ears[1].heard_from)
         assert ears[1].heard_from == [(0, {"true": 1}), (0, {"after": 1})]
         assert not pending.done()
         assert members[0].exchange("f", b"0").result(60) == [b"0", b"1"]
         assert pending.result(60) == [b"0", b"1"]
         members[0].agree("a", "the plan", [])
         assert agreement.result(60)
-        until(lambda: len(caplog.records) == 2)
+        assert until(lambda: len(caplog.records) == 2)
     # One for each rank, though ten entries are garbled.
     assert {record.getMessage()[:38] for record in caplog.records} == {
         "gradwire: rank 0 ignores entries in th",
@@ -350,9 +346,9 @@ def test_a_writer_that_dies_between_two_operations_holds_up_nobody() -> None:
         news = members[0].part.space.below("news")
         late = news.add("n")
         members[0].tell({"i": 1})
-        until(lambda: ears[1].heard_from == [(0, {"i": 1})])
+        assert until(lambda: ears[1].heard_from == [(0, {"i": 1})])
         news.write(str(late), b'{"from": 0, "told": {"i": 0}}')  # it was only slow
-        until(lambda: ears[1].heard_from == [(0, {"i": 1}), (0, {"i": 0})])
+        assert until(lambda: ears[1].heard_from == [(0, {"i": 1}), (0, {"i": 0})])
 
 
 def test_a_counter_that_makes_no_sense_ends_its_group_only() -> None:
@@ -389,7 +385,6 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         assert "(Broken pipe)" in str(error)
         members[0].tell({"into": "the void"})
         assert isinstance(members[0].agree("a", "plan", []).exception(60), TransportError)
-        with pytest.raises(TransportError):
-            members[0].first("k", b"")
+        raises(TransportError, partial(members[0].first, "k", b""))
     # Rank 1 waited for nothing, so it logs nothing.
     assert [record.levelname for record in caplog.records] == ["WARNING"]

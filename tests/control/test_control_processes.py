@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,16 +19,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from control_ranks import Ears, channels, until
+from control_ranks import Ears, channels
 
-from ends import forkserver
+from ends import forked, forkserver
 from gradwire.control import Channel
 from gradwire.control import channel as control_channel
 from gradwire.control import connection as control_connection
 from gradwire.control.connection import Connection
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import TransportError
+from leftovers import until
 from loopback import without_lookups
 from products import EXHAUSTIVE
+from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
 
@@ -92,7 +93,7 @@ def leaves_by_its_exit(pipe: Pipe, rank: int, port: int) -> None:
     if rank == 1:
         threading.Thread(target=partial(time.sleep, 0.3)).start()  # its exit waits for this thread
     if rank == 2:  # it leaves by the last line
-        until(lambda: len(ears.heard_from) == 2)
+        assert until(lambda: len(ears.heard_from) == 2)
         pipe.send([notice for _, notice in ears.heard_from])
 
 
@@ -191,7 +192,7 @@ def test_the_server_ends(caplog: pytest.LogCaptureFixture) -> None:
         for future in [member.exchange("e", b"") for member in (*members, hosted)]:
             future.result(60)
         pending = [members[0].exchange("f", b""), members[0].agree("a", "plan", [])]
-        until(lambda: len(members[0].part.open) == 2)
+        assert until(lambda: len(members[0].part.open) == 2)
         del server
         for future in pending:
             error = future.exception(60)
@@ -248,30 +249,23 @@ def test_a_fork_is_refused() -> None:
     with channels(1) as (channel,):
         member = channel.join(store, 0, 1, 60.0, Ears())
         assert member.exchange("e", b"").result(60) == [b""]
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            said = []
-            for use in (
-                lambda: channel.join(store, 0, 1, 60.0, Ears()),
-                lambda: member.exchange("f", b""),
-                lambda: member.agree("a", "plan", []),
-                lambda: member.first("k", b""),
-            ):
-                try:
-                    use()
-                    said.append("nothing")
-                except ConfigError as error:
-                    said.append(str(error))
+
+        def uses() -> list[str]:
+            said = [
+                str(caught(use))
+                for use in (
+                    partial(channel.join, store, 0, 1, 60.0, Ears()),
+                    partial(member.exchange, "f", b""),
+                    partial(member.agree, "a", "plan", []),
+                    partial(member.first, "k", b""),
+                )
+            ]
             member.tell({})
             member.leave({})
             channel.close()
-            os.write(writer, json.dumps(said).encode())
-            os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            said = json.loads(pipe.read())
-        assert os.waitpid(child, 0)[1] == 0
+            return said
+
+        said = forked(uses)
         assert len(said) == 4
         assert all("spawn" in sentence for sentence in said)
         assert member.exchange("f", b"").result(60) == [b""]  # the parent goes on

@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-from control_ranks import group, until
+from control_ranks import group
 
 from gradwire.control import Member, Ranks
 from gradwire.engine import Communicator, ranks_of
 from gradwire.errors import ConfigError, TransportError
 from gradwire.transport import Hub
+from leftovers import until
 from ranks import as_threads, caught
 
 LINES = ["seed 1", "parameter 0: identity"]
@@ -98,7 +99,7 @@ def test_a_late_rank_ends_the_wait_of_all_groups() -> None:
 def test_a_rank_that_leaves_or_whose_group_is_broken_waits_no_more() -> None:
     with grid() as (ranks, members, failed):
         pending = [of.tell("t", 0) for of in ranks[:2]]
-        until(lambda: all(len(members[rank][1].part.open) == 1 for rank in (0, 1)))
+        assert until(lambda: all(len(members[rank][1].part.open) == 1 for rank in (0, 1)))
         members[0][1].leave({})
         died = TransportError("a peer has died")
         members[1][1].end(died)

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from control_ranks import Ears, channels, until
+from control_ranks import Ears, channels
 
 from gradwire.control import liveness
 from gradwire.control.keys import Journal
 from gradwire.control.liveness import has_ended
+from leftovers import until
 
 
 def test_this_process_is_there() -> None:
@@ -43,14 +44,14 @@ def test_ranks_of_this_machine_are_told_of(caplog: pytest.LogCaptureFixture) -> 
     store = dist.HashStore()
     with channels(1) as (channel,):
         mine = channel.join(store, 0, 4, 60.0, Ears())
-        until(lambda: mine.part.settled)
+        assert until(lambda: mine.part.settled)
         assert mine.ended() == {}
         for rank, process, where in ((1, own, here), (2, gone, "another"), (3, gone, here)):
             with pytest.MonkeyPatch.context() as monkey:
                 monkey.setattr(liveness, "own", lambda told=process: told)
                 monkey.setattr(liveness, "machine", lambda told=where: told)
                 other = channel.join(store, rank, 4, 60.0, Ears())
-                until(lambda other=other: other.part.settled)
+                assert until(lambda other=other: other.part.settled)
         assert mine.part.dead() == []
         assert mine.ended() == {3: []}
         assert mine.part.dead() == [3]

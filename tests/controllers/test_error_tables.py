@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -30,7 +29,6 @@ from gradwire.controllers import losses as losses_module
 from gradwire.controllers.error import global_l2, terms, total
 from gradwire.controllers.layer import plan_error, plan_global_error
 from gradwire.controllers.losses import losses, norms
-from gradwire.errors import ConfigError
 from products import EXHAUSTIVE
 
 SHAPES = [(1, 1), (3, 43), (64, 129), (16, 3, 3, 3)]
@@ -72,10 +70,6 @@ def test_the_definition() -> None:
     assert Budget.of(layers, 2).error == 2 * plan_error(layers, choices, "l2")
     square = plan_error(layers, choices, "squared")
     assert math.sqrt(square) == pytest.approx(plan_global_error(layers, choices))
-    with pytest.raises(ConfigError, match="metric='l1': use one of l2, squared"):
-        Budget(1.0, "l1")
-    with pytest.raises(ConfigError, match="alpha=0"):
-        Budget.of(layers, 0)
 
 
 @pytest.mark.parametrize("one_in", [5, pytest.param(1, marks=EXHAUSTIVE)])
@@ -140,10 +134,6 @@ def test_dense_and_unknown_methods() -> None:
     assert np.isnan(losses(values * math.inf, [Dense()])).all()
     assert (losses(torch.zeros(4, 4), [Compressed(QSGD()), PowerSGD(rank=1)]) == 0).all()
     assert losses(torch.zeros(0, 4), [Dense()]) == [0]
-    from gradwire.aggregators import THC
-
-    with pytest.raises(ConfigError, match="its error is unknown"):
-        losses(values, [THC()])
 
 
 def test_any_memory_format_and_dtype() -> None:
@@ -233,23 +223,6 @@ def test_ranges_of_choices() -> None:
     assert len(Mixture().methods(shape)) == 7 + 100 + 7
 
 
-OUT_OF_RANGE: list[tuple[Callable[[], object], str]] = [
-    (lambda: Bits(bits=9), "Bits: choices"), (lambda: Bits(bits=4, least=5), "choices from 5"),
-    (lambda: Bits(most=9), "bits"), (lambda: Density(0), "density"),
-    (lambda: Density(0.1, most=0.05), "Density: choices"), (lambda: Density(step=0), "step=0"),
-    (lambda: Density(per_decade=0), "per_decade=0"),
-    (lambda: Density(per_decade=2, step=0.1), "exclude each other"),
-    (lambda: Rank(0), "rank"), (lambda: Rank(4, least=0), "Rank: choices from 0"),
-    (lambda: Mixture(()), "families"),
-]  # fmt: skip
-
-
-def test_families_out_of_range() -> None:
-    for made, said in OUT_OF_RANGE:
-        with pytest.raises(ConfigError, match=said):
-            made()
-
-
 def test_vectors_go_as_bf16() -> None:
     (one,) = tables([("bias", torch.randn(10))], Bits())
     assert one.methods == (Dense(torch.bfloat16),)
@@ -259,8 +232,6 @@ def test_vectors_go_as_bf16() -> None:
 def test_large_matrices_are_split_into_rows() -> None:
     assert segments((10, 3), 9) == [(0, 2), (2, 5), (5, 7), (7, 10)]
     assert segments((2, 100), 9) == [(0, 1), (1, 2)]
-    with pytest.raises(ConfigError, match="give 1 or more"):
-        segments((2, 2), 0)
     values = gradient(10, 64)
     made = tables([("w", values), ("bias", torch.ones(900))], Bits(), most=320)
     assert [one.label for one in made] == ["w[0:5]", "w[5:10]", "bias"]

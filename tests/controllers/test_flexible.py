@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
 
 from gradwire.aggregators import ARTopK, LWTopK
 from gradwire.controllers.flexible import DENSITIES, Candidate, knee, search, sparse_collectives
-from gradwire.errors import ConfigError
 from rooms.flexible import ALGORITHMS, method_of, selected_from
 
 pytest.importorskip("pymoo")
@@ -65,16 +63,6 @@ def test_the_collective_follows_the_network() -> None:
     assert fast.collective == "all_gather"  # latency: the fewest steps
     assert slow.collective == "art_ring"  # bytes: the fewest
     assert "by art_ring" in str(slow)
-
-
-def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="two candidate densities"):
-        search(candidates()[:1], 8, NBYTES, 1e-3, 8e-9)
-    with pytest.raises(ConfigError, match="must be above 0"):
-        search([*candidates(), Candidate(0.05, 0.1, 0.0)], 8, NBYTES, 1e-3, 8e-9)
-    monkeypatch.setitem(sys.modules, "pymoo.optimize", None)
-    with pytest.raises(ConfigError, match=r'pip install "gradwire\[adapt\]"'):
-        search(candidates(), 8, NBYTES, 1e-3, 8e-9)
 
 
 @pytest.mark.parametrize("made", [ARTopK, LWTopK])

@@ -1,4 +1,5 @@
-"""LGreco: within its budget, never worse than uniform, near the optimum, deterministic, fast."""
+"""LGreco: within its budget, never worse than uniform, near the optimum, deterministic, fast; and
+weights of bytes from measured spans."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ import pytest
 
 from controllers.random_tables import KINDS, best_cost, random_layers
 from gradwire.aggregators import Dense
-from gradwire.controllers import Budget, LGreco
+from gradwire.controllers import Budget, LGreco, time_weights
 from gradwire.controllers.error import METRICS
-from gradwire.controllers.knapsack_bins import by_bins
-from gradwire.controllers.knapsack_bounds import Problem, bound, padded, undominated, worthwhile
-from gradwire.controllers.knapsack_lists import by_lists
+from gradwire.controllers.knapsack import (
+    Problem,
+    bound,
+    by_bins,
+    by_lists,
+    padded,
+    undominated,
+    worthwhile,
+)
 from gradwire.controllers.layer import Layer, plan_cost, plan_error
 from gradwire.controllers.lgreco import fill
 
@@ -136,3 +143,23 @@ def test_400_layers_are_solved_in_time(choices: int, limit: float) -> None:
             LGreco().propose(layers, budget)
             taken.append(time.perf_counter() - begun)
         assert min(taken) <= limit
+
+
+def test_coefficients_are_found_again() -> None:
+    draw = np.random.default_rng(0)
+    sent = draw.uniform(1e5, 1e6, (200, 4))
+    truth = np.array([1.0, 3.0, 0.0, 4.0])
+    spans = 0.01 + 1e-9 * sent @ truth + draw.normal(0, 1e-6, 200)
+    found = time_weights(sent, spans)
+    assert found == pytest.approx([0.5, 1.5, 0.01, 2.0], rel=0.02)
+
+
+def test_none_is_below_zero() -> None:
+    sent = np.random.default_rng(1).uniform(0, 1, (50, 3))
+    found = time_weights(sent, sent @ np.array([1.0, -5.0, 1.0]))
+    assert (found > 0).all()
+    assert found[1] == 0.01
+    assert time_weights(sent, -sent.sum(1)).tolist() == [1, 1, 1]
+    sent[:, 1] = sent[:, 0] / 2 + sent[:, 1] / 10  # the others are fitted again without the second
+    found = time_weights(sent, sent @ np.array([1.0, -0.4, 1.0]))
+    assert found[0] == pytest.approx(0.8 * found[2], rel=0.03)

@@ -1,19 +1,22 @@
-"""What holds of every policy, and what each decides on hand-made tables."""
+"""What holds of every policy, what each decides on hand-made tables, and what they refuse."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from controllers.random_tables import KINDS, random_layers
-from gradwire.aggregators import Dense, PowerSGD
+from gradwire.aggregators import THC, Dense, PowerSGD
 from gradwire.codecs import QSGD
 from gradwire.controllers import (
     Accordion,
@@ -26,13 +29,19 @@ from gradwire.controllers import (
     Layer,
     LGreco,
     Linear,
+    Mixture,
     Policy,
     Rank,
     Uniform,
     critical,
+    losses,
     registry,
+    segments,
+    tables,
+    time_weights,
 )
 from gradwire.controllers.error import METRICS
+from gradwire.controllers.flexible import Candidate, search
 from gradwire.controllers.kmeans import clustered
 from gradwire.controllers.layer import plan_cost, plan_error
 from gradwire.errors import ConfigError
@@ -151,14 +160,6 @@ def test_bayes_keeps_to_the_budget_and_repeats() -> None:
     assert Bayes(trials=40).propose(layers, budget).choices == found.choices
 
 
-def test_bayes_without_optuna_is_an_error_that_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"gradwire\[adapt\]"):
-        Bayes().propose(random_layers(1, 2, 2, "monotone"), Budget(1e9))
-
-
 def test_critical_regimes() -> None:
     before = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.0, "f": 1.0}
     now = {"a": 1.49, "b": 1.5, "c": 0.5, "d": 0.51, "e": 0.0, "f": math.nan, "new": 1.0}
@@ -202,35 +203,6 @@ def test_policies_by_name() -> None:
     assert registry.get("accordion-lgreco") == AccordionLGreco()
 
 
-REFUSED: list[tuple[str, Callable[[], object]]] = [
-    ("unknown policy 'x': use one of uniform, linear", lambda: registry.get("x")),
-    ("'kmeans' has no option 'k': use one of clusters", lambda: registry.get("kmeans:k=3")),
-    ("it takes none", lambda: registry.get("linear:k=3")),
-    ("give a whole number", lambda: registry.get("bayes:trials=0")),
-    ("give a whole number", lambda: registry.get("bayes:seed=-1")),
-    ("give a whole number", lambda: registry.get("kmeans:clusters=0")),
-    ("give a whole number", lambda: registry.get("kmeans:seed=x")),
-    ("'accordion' has no option 'low': use one of eta,", lambda: registry.get("accordion:low=3")),
-    ("share=2", lambda: registry.get("accordion-lgreco:share=2")),
-    ("eta=0", lambda: Accordion(Dense(), Dense(), eta=0)),
-    ("Accordion: low=.*: give an Aggregator", lambda: Accordion(low="qsgd:bits=8")),
-    ("Accordion: high=.*: give an Aggregator", lambda: Accordion(high=5)),
-    ("Accordion: low=.*: give an Aggregator", lambda: Accordion(low=QSGD(bits=8))),
-    ("LGreco: ", lambda: LGreco(bins=0)),
-    ("LGreco: ", lambda: LGreco(bins=1.5)),
-    ("LGreco: ", lambda: LGreco(gap=-1)),
-    ("LGreco: ", lambda: LGreco(gap=math.nan)),
-    ("at least one layer", lambda: LGreco().propose([], Budget(1.0))),
-    ("two layers are a", lambda: LGreco().propose([layer("a", [1, 2], [2, 1])] * 2, Budget(1.0))),
-]
-
-
-def test_what_is_out_of_range_is_refused() -> None:
-    for said, made in REFUSED:
-        with pytest.raises(ConfigError, match=said):
-            made()
-
-
 def test_accordion_has_levels_around_the_reference_and_a_memory_that_json_keeps() -> None:
     sizes, errors = [4, 8, 12, 16, 20, 24], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
     layers = [layer(str(i), sizes, errors, 3, norm=1.0 + i) for i in range(3)]
@@ -260,32 +232,6 @@ def test_a_policy_cannot_write_to_the_tables() -> None:
         one.errors[0] = 3.0  # those of the caller stay as they are
 
 
-def test_choices_that_are_none_are_named() -> None:
-    """Not taken for others: -1 is not the last one, and 0.7 not the first."""
-    layers = [layer("a", [1, 2], [2, 1]), layer("b", [1, 2], [2, 1])]
-    given: list[tuple[Any, str]] = [
-        ([0], "choose gave 1 choices for 2 layers"),
-        ([0, 1, 1], "choose gave 3 choices for 2 layers"),
-        ([0, 2], "choose gave layer b the choice 2: give 0 to 1"),
-        ([-1, 0], "choose gave layer a the choice -1: give 0 to 1"),
-        ([0.7, 0], r"choose gave \[0.7, 0\]: give the index of a method per layer"),
-        ("ab", "choose gave 'ab'"),
-        (3, "choose gave 3: give the index"),
-    ]
-
-    now: list[Any] = [None]
-
-    class Gives(Uniform):
-        def choose(self, layers: Sequence[Layer], budget: Budget) -> Any:
-            return now[0]
-
-    for now[0], said in given:
-        with pytest.raises(ConfigError, match=f"^policy uniform: {said}"):
-            Gives().propose(layers, Budget(4.0))
-    for now[0] in (np.array([1, 0]), (True, False)):
-        assert Gives().propose(layers, Budget(4.0)).choices == (1, 0)
-
-
 def test_a_larger_plan_has_more_bytes_than_uniform() -> None:
     class Most(Uniform):
         def choose(self, layers: Sequence[Layer], budget: Budget) -> Sequence[int]:
@@ -293,3 +239,93 @@ def test_a_larger_plan_has_more_bytes_than_uniform() -> None:
 
     found = Most().propose([layer("a", [100, 194], [2, 1])], Budget(4.0))
     assert "194 bytes per step, 1.940 times more than uniform" in found.line
+
+
+class Gives(Uniform):
+    """Chooses what it is told to."""
+
+    now: Any = None
+
+    def choose(self, layers: Any, budget: Budget) -> Any:
+        return Gives.now
+
+
+def chosen(now: Any) -> tuple[int, ...]:
+    Gives.now = now
+    return Gives().propose(PAIR, Budget(4.0)).choices
+
+
+PAIR = [layer(name, [1, 2], [2, 1]) for name in "ab"]
+MADE = tables([("a", torch.ones(8, 8))], Rank(1))
+KNOWN = [Candidate(0.1, 0.1, 1.0), Candidate(0.01, 0.1, 1.0)]
+GIVES = "^policy uniform: choose gave"
+
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    ("unknown policy 'x': use one of uniform, linear", lambda: registry.get("x")),
+    ("'kmeans' has no option 'k': use one of clusters", lambda: registry.get("kmeans:k=3")),
+    ("it takes none", lambda: registry.get("linear:k=3")),
+    *(
+        ("give a whole number", partial(registry.get, name))
+        for name in ("bayes:trials=0", "bayes:seed=-1", "kmeans:clusters=0", "kmeans:seed=x")
+    ),
+    ("'accordion' has no option 'low': use one of eta,", lambda: registry.get("accordion:low=3")),
+    ("share=2", lambda: registry.get("accordion-lgreco:share=2")),
+    ("eta=0", lambda: Accordion(Dense(), Dense(), eta=0)),
+    ("Accordion: low=.*: give an Aggregator", lambda: Accordion(low="qsgd:bits=8")),  # type: ignore[arg-type]
+    ("Accordion: high=.*: give an Aggregator", lambda: Accordion(high=5)),  # type: ignore[arg-type]
+    ("Accordion: low=.*: give an Aggregator", lambda: Accordion(low=QSGD(bits=8))),  # type: ignore[arg-type]
+    *(("LGreco: ", partial(LGreco, bins=bins)) for bins in (0, 1.5)),
+    *(("LGreco: ", partial(LGreco, gap=gap)) for gap in (-1, math.nan)),
+    ("at least one layer", lambda: LGreco().propose([], Budget(1.0))),
+    ("two layers are a", lambda: LGreco().propose(PAIR[:1] * 2, Budget(1.0))),
+    # Choices that are none: -1 is not taken for the last one, nor 0.7 for the first.
+    (f"{GIVES} 1 choices for 2 layers", lambda: chosen([0])),
+    (f"{GIVES} 3 choices for 2 layers", lambda: chosen([0, 1, 1])),
+    (f"{GIVES} layer b the choice 2: give 0 to 1", lambda: chosen([0, 2])),
+    (f"{GIVES} layer a the choice -1: give 0 to 1", lambda: chosen([-1, 0])),
+    (rf"{GIVES} \[0.7, 0\]: give the index of a method per layer", lambda: chosen([0.7, 0])),
+    (f"{GIVES} 'ab'", lambda: chosen("ab")),
+    (f"{GIVES} 3: give the index", lambda: chosen(3)),
+    # families and tables
+    ("Bits: choices", lambda: Bits(bits=9)),
+    ("choices from 5", lambda: Bits(bits=4, least=5)),
+    ("bits", lambda: Bits(most=9)),
+    ("density", lambda: Density(0)),
+    ("Density: choices", lambda: Density(0.1, most=0.05)),
+    ("step=0", lambda: Density(step=0)),
+    ("per_decade=0", lambda: Density(per_decade=0)),
+    ("exclude each other", lambda: Density(per_decade=2, step=0.1)),
+    ("rank", lambda: Rank(0)),
+    ("Rank: choices from 0", lambda: Rank(4, least=0)),
+    ("families", lambda: Mixture(())),
+    ("metric='l1': use one of l2, squared", lambda: Budget(1.0, "l1")),
+    ("alpha=0", lambda: Budget.of(MADE, 0)),
+    ("its error is unknown", lambda: losses.losses(torch.ones(8, 9), [THC()])),
+    ("give 1 or more", lambda: segments((2, 2), 0)),
+    # weights of bytes
+    ("a span per sample", lambda: time_weights(np.ones((5, 2)), [1.0] * 4)),
+    ("a span per sample", lambda: time_weights(np.ones(5), [1.0] * 5)),
+    ("not finite", lambda: time_weights(np.full((5, 2), np.nan), [1.0] * 5)),
+    ("do not tell 2 buckets apart", lambda: time_weights(np.ones((5, 2)), [1.0] * 5)),
+    ("do not tell", lambda: time_weights(np.eye(2), [1.0] * 2)),
+    # Flexible, and packages that are missing
+    *(
+        (said, partial(search, given, 8, 1e8, 1e-3, 8e-9))
+        for said, given in (
+            ("two candidate densities", KNOWN[:1]),
+            ("must be above 0", [*KNOWN, Candidate(0.05, 0.1, 0.0)]),
+            (r'pip install "gradwire\[adapt\]"', KNOWN),
+        )
+    ),
+    (r"gradwire\[adapt\]", lambda: Bayes().propose(MADE, Budget(1e9))),
+]
+
+
+def test_each_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("pymoo.optimize", "optuna"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for said, call in REFUSED:
+        with pytest.raises(ConfigError, match=said):
+            call()
+    for given in (np.array([1, 0]), (True, False)):
+        assert chosen(given) == (1, 0)

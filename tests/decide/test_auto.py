@@ -13,7 +13,7 @@ from gradwire.planner import Plan
 from ranks import refuses
 from rooms.decide import UNTIMED, Automatic, worth
 
-QUICK = gw.Auto(trial=2, watch=6, replan=gw.Replan(every=4, average=2, share=1.0))
+QUICK = gw.Auto(trial=2, watch=6, policy=gw.Replan(every=4, average=2, share=1.0))
 TRIAL = 4 + 2 * 3 * (UNTIMED + 2) + 4  # passes at most, until its best candidate is in force
 
 
@@ -80,22 +80,20 @@ def test_the_slowest_rank_counts() -> None:
     assert [one["seconds"] for one in mode.history[0]["tried"]] == [3.0, 2.0, 5.0]
 
 
-def test_methods_are_tried_beside_the_codecs() -> None:
-    auto = gw.Auto(trial=1, methods=("powersgd:rank=2",), codecs=(), policy=None)
-    module = Module(pace(dense=3.0, Cast=3.0, PowerSGD=1.0))
-    mode = automatic(module, auto)
+@pytest.mark.parametrize(
+    ("given", "best", "said"),
+    [
+        ({"methods": ("powersgd:rank=2",), "codecs": (), "policy": None}, "powersgd:rank=2", 0),
+        ({"codecs": ("onebit",)}, "onebit", 1),  # which has no choices
+    ],
+)
+def test_other_candidates_are_tried(given: dict[str, Any], best: str, said: int) -> None:
+    module = Module(pace(dense=3.0, Cast=3.0, PowerSGD=1.0, OneBit=1.0))
+    mode = automatic(module, gw.Auto(trial=1, **given))
     module.train(TRIAL)
-    assert mode.setting == "powersgd:rank=2"
+    assert mode.setting == best
     assert module.adaptation is None
-
-
-def test_a_codec_without_choices_says_so() -> None:
-    module = Module(pace(dense=3.0, Cast=3.0, OneBit=1.0))
-    mode = automatic(module, gw.Auto(trial=1, codecs=("onebit",)))
-    module.train(TRIAL)
-    assert mode.setting == "onebit"
-    assert module.adaptation is None
-    assert any(line.startswith("no policy chooses bits: ") for line in lines(mode))
+    assert sum(line.startswith("no policy chooses bits: ") for line in lines(mode)) == said
 
 
 def test_a_changed_pace_that_two_looks_see_makes_a_new_trial() -> None:
@@ -199,7 +197,6 @@ def test_what_automatic_mode_does_not_take_is_named() -> None:
         ("lgrecco", {"policy": "lgrecco"}),
         ("policy=5: give a policy", {"policy": 5}),
         ("leave the policy's budget out", {"policy": "lgreco:budget=qsgd:bits=4"}),
-        ("replan has mixed=True", {"replan": gw.Replan(mixed=True)}),
-        ("replan=None: give gw.Replan", {"replan": None}),
+        ("policy has mixed=True", {"policy": gw.Replan(mixed=True)}),
     ):
         refuses(said, lambda given=given: gw.Auto(**given))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The windows of a policy's decisions and checks, and the options of what adapts."""
+"""Windows of a policy's decisions and checks, options of what adapts, and what a byte counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import gradwire as gw
 from gradwire.aggregators import Compressed, PowerSGD
 from gradwire.planner import Rules, make_plan
-from rooms.decide import CHECKS, targets_of
+from rooms.decide import CHECKS, MOST, priorities, targets_of, together
 
 SCHEDULES = [
     gw.Replan(),
@@ -36,7 +36,7 @@ def test_each_window_has_its_passes_and_no_other() -> None:
 
 def test_a_policys_budget_is_the_codec() -> None:
     model = torch.nn.Linear(64, 64)
-    for policy in (gw.LGreco(budget="qsgd:bits=5"), "lgreco:budget=qsgd:bits=5"):
+    for policy in (gw.controllers.LGreco(budget="qsgd:bits=5"), "lgreco:budget=qsgd:bits=5"):
         handle = gw.attach(model, policy=policy)  # type: ignore[arg-type]
         assert handle.plan.rules == gw.attach(model, "qsgd:bits=5").plan.rules
 
@@ -65,3 +65,18 @@ def test_a_period_has_checks_that_sum_as_much_as_a_decision() -> None:
     assert sum(replan.sums(n) for n in period) == 2 * replan.average
     never = gw.Replan(stale=None)
     assert sum(never.sums(n) for n in period) == never.average
+
+
+def test_the_last_bucket_counts_most() -> None:
+    assert priorities([["c", "b"], ["a"]]) == {"c": 1.0, "b": 1.0, "a": 2.0}
+
+
+def test_neighbouring_buckets_are_taken_together() -> None:
+    wanted = dict.fromkeys("abcd")
+    assert together([["d", "x"], ["y"], ["c", "b"], ["a"]], wanted) == [["d"], ["c", "b"], ["a"]]
+    many = [[str(number)] for number in range(100)]
+    found = together(many, dict.fromkeys(map(str, range(100))))
+    assert len(found) == MOST
+    assert [name for names in found for name in names] == [str(number) for number in range(100)]
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert together([["x"]], wanted) == []

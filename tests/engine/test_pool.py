@@ -13,28 +13,25 @@ def pool() -> Pool:
     return Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
 
 
-def test_memory_is_reused(pool: Pool) -> None:
-    first = pool.take(1000)
-    pool.give(first)
-    assert pool.take(900).data_ptr() == first.data_ptr()
-    assert pool.peak_bytes == 1000
+# Arenas that are in flight together, one time after another; and the most memory that is owned.
+SIZES: dict[str, tuple[list[list[int]], int]] = {
+    "memory is reused": ([[1000], [900]], 1000),
+    "a large bucket's is let go before more is taken": (
+        [[1000], *[[400, 400]] * 3],
+        1000,
+    ),
+    "a small bucket does not hold a large one's": ([[70, 1000]] * 10, 1070),
+    "two in flight own two": ([[100, 100]], 200),
+}
 
 
-def test_memory_of_one_large_bucket_is_let_go_before_the_next_is_taken(pool: Pool) -> None:
-    pool.give(pool.take(1000))
-    for _ in range(3):
-        arenas = [pool.take(400), pool.take(400)]
-        for arena in arenas:
+@pytest.mark.parametrize("what", SIZES)
+def test_what_fits_is_reused_and_nothing_accumulates(what: str, pool: Pool) -> None:
+    steps, most = SIZES[what]
+    for sizes in steps:
+        for arena in [pool.take(nbytes) for nbytes in sizes]:
             pool.give(arena)
-    assert pool.peak_bytes == 1000
-
-
-def test_a_small_bucket_does_not_hold_a_large_ones_memory(pool: Pool) -> None:
-    for _ in range(10):
-        held = [pool.take(70), pool.take(1000)]
-        for arena in held:
-            pool.give(arena)
-    assert pool.peak_bytes == 1070
+    assert pool.peak_bytes == most
 
 
 def test_buckets_of_mixed_sizes_settle_on_two_arenas(pool: Pool) -> None:
@@ -50,10 +47,3 @@ def test_buckets_of_mixed_sizes_settle_on_two_arenas(pool: Pool) -> None:
         pool.give(held.pop())
     assert pool.peak_bytes <= 2040
     assert len(addresses) == 2
-
-
-def test_two_in_flight_own_two_arenas(pool: Pool) -> None:
-    arenas = [pool.take(100), pool.take(100)]
-    assert pool.peak_bytes == 200
-    for arena in arenas:
-        pool.give(arena)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 from functools import partial
@@ -12,12 +11,14 @@ from functools import partial
 import pytest
 import torch
 
-from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
+from gradwire import ConfigError, Options, TransportError, all_reduce
+from gradwire.codecs import Identity
 from gradwire.collectives import Item, ScopeProgram, prepare
 from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
+from leftovers import until
 from ranks import as_threads, caught, raises
 from rooms.collectives import Job
 from rooms.engine import workers
@@ -51,11 +52,7 @@ def test_a_finished_job_keeps_nothing_alive() -> None:
         all_reduce(tensor, group=comm)
         gone = weakref.ref(tensor)
         del tensor
-        deadline = time.monotonic() + 60
-        while gone() is not None and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.01)
-        assert gone() is None
+        assert until(lambda: gc.collect() >= 0 and gone() is None)
 
     as_threads(2, body)
 
@@ -118,7 +115,9 @@ def test_tickets_are_returned_in_their_order() -> None:
         futures = [begin(*one) for one in ((running, "0"), (empty, "1"), (empty, "2"))]
         if comm.rank == 0:
             futures[1].result(timeout=60)
-            time.sleep(0.2)  # an early start of ticket 2 would come by now
+            behind = threading.Event()
+            comm.runs.resume(behind.set)  # on the lane on which ticket 2 would start
+            assert behind.wait(60)
             early = list(started)
             joined.set()
         for future in futures:
@@ -173,8 +172,5 @@ def test_threads_are_held_only_by_what_waits(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(8):
         as_threads(2, body)
     held = Engine.current().workers
-    deadline = time.monotonic() + 60
-    while len(held) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(held) == 0
+    assert until(lambda: len(held) == 0)
     Engine.current().channel.close()

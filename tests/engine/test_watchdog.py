@@ -33,43 +33,34 @@ class Comm:
         return False
 
 
-def failed(watch: Watchdog, rank: int, blamed: int, text: str = "receive failed") -> None:
-    notice = {"kind": "failed", "text": text, "blamed": blamed, "owner": None, "origin": rank}
-    watch.heard(rank, notice)
+# The notices of peers (sender, the rank that it blames, its text; no text: it waits for that rank),
+# the rank that a failure is attributed to at first, and by then; and the error's text.
+BLAME: dict[str, tuple[list[tuple[int, int, str | None]], int, int, str]] = {
+    "a peer that says nothing": ([], 2, 2, "rank 2 closed"),
+    "followed to where it ends": (
+        [(1, 3, "receive failed"), (3, 2, None)], 1, 2,
+        "rank 1 closed. The first to fail was rank 2",
+    ),
+    "whoever failed by itself is quoted": (
+        [(1, 2, "receive failed"), (2, 2, "rank 2: payload of another step")], 1, 2,
+        "rank 0: rank 2 has failed: rank 2: payload of another step",
+    ),
+    "blame that comes back ends": (
+        [(1, 2, "receive failed"), (2, 0, "receive failed")], 1, 2,
+        "rank 1 closed. The first to fail was rank 2",
+    ),
+}  # fmt: skip
 
 
-def explained(watch: Watchdog, blamed: int) -> TransportError:
-    return watch.explained(TransportError(f"rank {blamed} closed", peer=blamed), blamed)
-
-
-def test_a_peer_that_says_nothing_is_to_blame() -> None:
-    error = explained(Watchdog(Comm()), 2)  # type: ignore[arg-type]
-    assert (str(error), error.peer) == ("rank 2 closed", 2)
-
-
-def test_blame_is_followed_to_where_it_ends() -> None:
+@pytest.mark.parametrize("what", BLAME)
+def test_who_is_to_blame(what: str) -> None:
+    notices, at_first, blamed, said = BLAME[what]
     watch = Watchdog(Comm())  # type: ignore[arg-type]
-    failed(watch, 1, 3)
-    watch.heard(3, {"kind": "waits", "for": 2})
-    error = explained(watch, 1)
-    assert error.peer == 2
-    assert str(error) == "rank 1 closed. The first to fail was rank 2"
-
-
-def test_whoever_failed_by_itself_is_quoted() -> None:
-    watch = Watchdog(Comm())  # type: ignore[arg-type]
-    failed(watch, 1, 2)
-    failed(watch, 2, 2, "rank 2: payload of another step")
-    error = explained(watch, 1)
-    assert error.peer == 2
-    assert str(error).endswith("rank 2 has failed: rank 2: payload of another step")
-
-
-def test_blame_that_comes_back_ends() -> None:
-    watch = Watchdog(Comm())  # type: ignore[arg-type]
-    failed(watch, 1, 2)
-    failed(watch, 2, 0)
-    assert explained(watch, 1).peer == 2
+    for sender, peer, text in notices:
+        notice = {"kind": "failed", "text": text, "blamed": peer, "owner": None, "origin": sender}
+        watch.heard(sender, notice if text else {"kind": "waits", "for": peer})
+    error = watch.explained(TransportError(f"rank {at_first} closed", peer=at_first), at_first)
+    assert (str(error), error.peer) == (said, blamed)
 
 
 def test_rounds_that_are_only_slow_are_reported_less_and_less(

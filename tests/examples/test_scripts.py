@@ -1,7 +1,7 @@
 """The examples run under torchrun, learn, and resume.
 
 On plain gloo those of the backend sometimes abort at the very end, in a destructor of gloo's (torch
-2.13), so that is left to test_backend_training.py, which compares the losses.
+2.13), so that is left to test_backend_groups.py, which compares the losses.
 """
 
 from __future__ import annotations

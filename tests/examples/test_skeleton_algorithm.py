@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fifo import FifoHub
-from gradwire import QSGD, Codec, Identity, Options, TernGrad, all_reduce
+from gradwire import QSGD, Codec, Options, all_reduce
 from gradwire.algorithms import REGISTRY
-from gradwire.codecs import TopK
+from gradwire.codecs import Identity, TernGrad, TopK
 from gradwire.engine import HEADER_BYTES, Communicator
 from ranks import WORLD_SIZES, as_threads
 

@@ -20,6 +20,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,21 @@ def sharded() -> nn.Module:
     return fully_shard(layers(), mesh=dist.DeviceMesh.from_group(dist.group.WORLD, "cpu"))
 
 
-def attached(model: nn.Module, codec: str, **how: Any) -> gw.Handle:
-    return gw.attach(model, codec, include=("*",), error_feedback=True, seed=5, **how)
+def attached(model: nn.Module, codec: str, keep: str | None = None, **how: Any) -> gw.Handle:
+    options = gw.Options(seed=5, keep=keep)
+    return gw.attach(model, codec, include=("*",), error_feedback=True, options=options, **how)
 
 
 MADE: dict[str, Callable[[], tuple[nn.Module, gw.Handle]]] = {
     "own": lambda: (
         model := DDP(layers()),
-        attached(model, "topk:density=0.05", policy="lgreco", replan=ONCE),
+        attached(model, "topk:density=0.05", policy=ONCE),
     ),
     "full": lambda: (model := sharded(), attached(model, LEARNED, weights={"[wdl]*": LEARNED})),
     "dcp": lambda: (
         model := sharded(),
         attached(
-            model, "qsgd:bits=4", policy="accordion", replan=ONCE,
+            model, "qsgd:bits=4", policy=replace(ONCE, policy="accordion"),
             weights={"[wdl]*": "randomshift:bits=4"}, keep="reference",
         ),
     ),
@@ -130,7 +132,7 @@ class Job:
         inside = getattr(self.model, "module", self.model)
         set_model_state_dict(inside, weights, options=StateDictOptions(full_state_dict=True))
         if self.form == "dcp":
-            self.handle.load_checkpoint(self.folder / "checkpoint")
+            self.handle.load(self.folder / "checkpoint")
         elif self.form == "trainer":
             found = read(str(self.folder / "gradwire.pt"))
             Compression(handle=self.handle).load_state_dict(found)

@@ -70,10 +70,12 @@ def attached(rank: int) -> dict[str, Found]:
     found = {}
     for feedback in (False, True):
         for coalesce in (0, None):
-            given: dict[str, Any] = {} if coalesce is None else {"coalesce_bytes": coalesce}
             model = DDP(Products(half=True), bucket_cap_mb=0.03)
             handle = gw.attach(
-                model, "qsgd:rounding=stochastic", error_feedback=feedback, seed=3, **given
+                model,
+                "qsgd:rounding=stochastic",
+                error_feedback=feedback,
+                options=gw.Options(seed=3, coalesce_bytes=coalesce),
             )
             train(model)
             name = f"attach qsgd feedback={feedback} coalesce={coalesce}"

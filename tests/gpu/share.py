@@ -45,9 +45,9 @@ def main(rank: int, world_size: int, port: int, device: torch.device, backend: s
             for numel in SIZES:
                 same_as_on_the_cpu(codec, gw.Options(algorithm=algorithm), numel, device)
     train(device)
-    train_decided(device, "in use from now on", "auto", auto=gw.Auto(seconds=0.5, trial=2))
-    replan = gw.Replan(5, average=2)
-    train_decided(device, "", "qsgd:bits=4", policy="lgreco", replan=replan)
+    train_decided(device, "in use from now on", gw.Auto(trial=2))
+    replan = gw.Replan("lgreco", 5, average=2)
+    train_decided(device, "", "qsgd:bits=4", policy=replan)
     for keep in ("payload", "none", "reference"):
         train_sharded(device, keep)
     stream = communicator().stream(device)
@@ -111,7 +111,9 @@ def train_sharded(device: torch.device, keep: str) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
-    handle = gw.attach(model, "qsgd:bits=8", weights="randomshift:bits=8", keep=keep)
+    handle = gw.attach(
+        model, "qsgd:bits=8", weights="randomshift:bits=8", options=gw.Options(keep=keep)
+    )
     learn(model, device)
     same_everywhere([model(torch.eye(64, device=device)).detach()])
     stats = handle.stats()

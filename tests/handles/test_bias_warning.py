@@ -1,9 +1,11 @@
 """What attach warns of once per process, at the user's line: a biased codec without error feedback,
-error feedback around what does not contract, and codecs that nothing compiles."""
+error feedback around what does not contract, and codecs that nothing compiles. And what it refuses:
+deep gradient compression with the optimiser's own momentum."""
 
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gradwire as gw
-from ranks import caught, on, refuses
+from ranks import as_processes, caught, on, refuses
 from rooms.handles import bias, uncompiled
-from training import mlp, sharded
+from training import backward, batch, mlp, sharded
 
 
 def net() -> nn.Sequential:
@@ -68,7 +71,7 @@ def test_attaching(rank: int) -> None:
             assert isinstance(caught(lambda handle=handle: handle.update("tbq")), UserWarning)
         assert handle.update(bits=3).version == 1
         handle.detach()
-        assert "(detached)" in handle.summary().splitlines()[0]
+        assert "(detached)" in str(handle).splitlines()[0]
         refuses("detached", lambda handle=handle: handle.update(bits=2))
 
 
@@ -105,7 +108,7 @@ def interpreted_on_one(rank: int, call: Callable[[], Any]) -> tuple[Any, list[st
 
 def test_interpreted(rank: int) -> None:
     """bf16 stands in, on all ranks, for what one rank would interpret."""
-    bf16, dense = gw.Cast("bf16"), None
+    bf16, dense = gw.codecs.Cast("bf16"), None
     eager = {"options": gw.Options(target="eager")} if rank == 1 else {}
     for wrap in (DDP, sharded):
         model = wrap(net())
@@ -118,15 +121,15 @@ def test_interpreted(rank: int) -> None:
         while not update.in_force:  # alike on all ranks, pass by pass
             model(torch.full((3, 20), rank + 1.0)).sum().backward()
         assert [p.codec for p in handle.plan.parameters] == [bf16, dense, bf16, dense]
-        assert handle.summary().splitlines()[2].split()[:4] == ["bf16", "2", "2,000", "16"]
+        assert str(handle).splitlines()[2].split()[:4] == ["bf16", "2", "2,000", "16"]
         for kind, given, codec in (
             (net, {"codec": "topk", "error_feedback": True}, bf16),
             (net, {"codec": None, "codecs": {"0.weight": "onebit"}}, bf16),
             (net, {"policy": "lgreco"}, bf16),
             (lambda: net().half(), {"codec": "qsgd"}, dense),  # which is of 16 bits
-            (net, {"codec": "fp16"}, gw.Cast("fp16")),  # as fast interpreted, or nearly
+            (net, {"codec": "fp16"}, gw.codecs.Cast("fp16")),  # as fast interpreted, or nearly
             (net, {"codec": None}, dense),
-            (net, {"codec": "lowrank"}, gw.LowRank()),
+            (net, {"codec": "lowrank"}, gw.codecs.LowRank()),
             (net, {"codec": "qsgd:block=128", **eager}, gw.QSGD()),  # slow, as it was asked to be
         ):
             model = wrap(kind())
@@ -134,7 +137,7 @@ def test_interpreted(rank: int) -> None:
             p = handle.plan.parameters[0]
             assert p.codec == codec, given
             assert p.feedback == ("error_feedback" in given)
-            assert handle.adaptation is None
+            assert handle._reductions.adaptation is None
             assert len(said) == (codec == bf16 or kind is not net), given
             assert ("no compiled kernels" in str(handle)) == bool(said)
     given = {"codec": None, "weights": {"*.weight": "randomshift:bits=4"}}
@@ -147,7 +150,7 @@ def test_interpreted(rank: int) -> None:
         assert (handle.plan.parameters[0].codec == bf16) == (method != "powersgd") == len(said)
     model = DDP(net())
     handle, (message,) = interpreted_on_one(rank, lambda: gw.attach(model, "auto"))
-    assert handle.automatic is None
+    assert handle._reductions.automatic is None
     with pytest.MonkeyPatch.context() as patch:  # what one rank's environment forbids, all learn
         if rank == 1:
             patch.setenv("GRADWIRE_CACHE", "a/relative/path")
@@ -182,3 +185,100 @@ def test_dropped_in(rank: int) -> None:
 @on(1)
 def test_alone(rank: int) -> None:
     assert not told(lambda: gw.attach(DDP(net()), "topk"))  # nothing is sent
+
+
+pytestmark = pytest.mark.multiprocess
+
+
+Made = Callable[[Any], torch.optim.Optimizer]
+
+
+def steps(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> str:
+    """What the first step raises; "" if it steps."""
+    backward(model, batch(rank))
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        optimizer.step()
+    except gw.ConfigError as error:
+        assert all(map(torch.equal, before, model.parameters())), "it has changed a parameter"
+        assert not optimizer.state
+        return str(error)
+    assert not all(map(torch.equal, before, model.parameters()))
+    return ""
+
+
+def test_one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> None:
+    kinds: dict[str, Made] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+        "adamw without": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.0, 0.99)),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
+        "second group": lambda p: torch.optim.SGD(
+            [{"params": list(p)[:1]}, {"params": list(p)[2:], "momentum": 0.8}], lr=0.1
+        ),
+        "biases alone": lambda p: torch.optim.SGD(list(p)[1:2], lr=0.1, momentum=0.9),
+    }
+    found = {}
+    for kind, made in kinds.items():
+        model = DDP(net())
+        handle = gw.attach(model, "dgc", density=0.1, options=gw.Options(coalesce_bytes=0))
+        found[kind] = steps(model, made(list(model.parameters())), rank)
+        handle.detach()
+    assert not _global_optimizer_pre_hooks
+    assert found["sgd"] == found["adamw without"] == found["biases alone"] == ""
+    assert found["momentum"].startswith(
+        "SGD has momentum=0.9 for parameter 0.weight, whose average, by "
+        "dgc(density=0.1, momentum=0.9, values=fp16), includes momentum already: make the "
+        "optimizer with momentum=0, or attach with momentum=0"
+    )
+    assert "AdamW has betas=(0.9, 0.999)" in found["adamw"]
+    assert "make the optimizer with betas=(0.0, 0.999)" in found["adamw"]
+    assert "RMSprop has momentum=0.5" in found["rmsprop"]
+    assert "momentum=0.8 for parameter 2.weight" in found["second group"]
+
+
+def test_those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: int) -> None:
+    model, other = DDP(net()), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    apart = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    handle = gw.attach(model, "dgc", density=0.1)
+    other(torch.ones(3)).sum().backward()
+    apart.step()  # holds no attached parameter
+    found = [steps(model, optimizer, rank)]
+    optimizer.param_groups[0]["momentum"] = 0
+    found.append(steps(model, optimizer, rank))
+    optimizer.param_groups[0]["momentum"] = 0.5  # as a scheduler may
+    found.append(steps(model, optimizer, rank))
+    handle.update(momentum=0).wait()
+    for _ in range(4):
+        backward(model, batch(rank))
+    assert handle.plan.version == 1
+    assert not _global_optimizer_pre_hooks
+    found.append(steps(model, optimizer, rank))
+    handle.update(momentum=0.9).wait()
+    for _ in range(4):
+        backward(model, batch(rank))
+    assert handle.plan.version == 2
+    optimizer.state.clear()
+    found.append(steps(model, optimizer, rank))
+    handle.detach()
+    found.append(steps(model, optimizer, rank))
+    assert [bool(error) for error in found] == [True, False, True, False, True, False]
+
+
+def cost(rank: int) -> float:
+    model = DDP(net())
+    gw.attach(model, "dgc", density=0.1)
+    (hook,) = _global_optimizer_pre_hooks.values()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook(optimizer, (), {})
+    begun = time.perf_counter()
+    for _ in range(1000):
+        hook(optimizer, (), {})
+    return (time.perf_counter() - begun) / 1000
+
+
+@pytest.mark.timing
+def test_it_costs_microseconds_per_step() -> None:
+    assert max(as_processes(1, cost)) < 200e-6

@@ -25,6 +25,7 @@ from ends import ends
 from gradwire.aggregators import Observation, Rounds
 from leftovers import until
 from ranks import caught, refuses
+from rooms.handles import hook_state
 from training import Acts, nothing
 
 pytestmark = pytest.mark.multiprocess
@@ -104,7 +105,9 @@ def test_a_returned_parameter_keeps_no_hook(rank: int) -> None:
 
 
 def test_a_handle_stays_where_it_is(rank: int) -> None:
-    handle = gw.attach(DDP(net()))
+    model = DDP(net())
+    handle = gw.attach(model)
+    refuses("detach", lambda: gw.attach(model))
     for of in (copy.deepcopy, pickle.dumps, lambda h: torch.save(h, io.BytesIO())):
         refuses("save its state_dict()", lambda of=of: of(handle))
     handle.detach()
@@ -157,7 +160,7 @@ def test_what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
 def test_ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
     """They hold gradients, and copies of them for an observer."""
     model = DDP(net(), bucket_cap_mb=0.0001)
-    handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
+    handle = gw.attach(model, "powersgd:rank=2", options=gw.Options(coalesce_bytes=0))
     stop = handle.observe(lambda _: None)
     gc.collect()
     gc.disable()
@@ -175,7 +178,7 @@ def test_dropped_modules_leave_nothing(rank: int) -> None:
     made: list[weakref.ref[Any]] = []
     for _ in range(3):
         model = DDP(net(), bucket_cap_mb=0.0001)
-        handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
+        handle = gw.attach(model, "powersgd:rank=2", options=gw.Options(coalesce_bytes=0))
         for _ in range(4):
             step(model)
         parts = model, handle, handle._reductions, handle._reductions.owner
@@ -302,6 +305,8 @@ def test_after_an_error_the_error_comes_again(rank: int) -> None:
     layers.between = nothing
     if rank == 0:
         assert isinstance(error, ValueError)
+        handle.detach()
+        assert hook_state(model).reducer is None
         return  # its reducer has not finished, as without gradwire
     for again in (error, caught(lambda: pass_of(model))):
         assert isinstance(again, gw.TransportError)

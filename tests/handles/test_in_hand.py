@@ -100,39 +100,29 @@ def test_wrapped_modules_are_found(rank: int, what: str) -> None:
     assert planned["0.weight"] == "dense", what
     train(model, range(2))
     assert handle.stats()["wire_bytes"] > 0, what
-    assert list(handle.state_dict()["steps"].values()) == [2 + s for s in _first(handle)], what
+    # They count from a number of the handle's own.
+    assert {step % (1 << 32) for step in handle.state_dict()["steps"].values()} == {2}, what
     handle.detach()
 
 
-def _first(handle: Any) -> list[int]:
-    """Steps count from a number of the handle's own."""
-    return [step >> 32 << 32 for step in handle.state_dict()["steps"].values()]
-
-
 def test_compiling_changes_no_gradient(rank: int) -> None:
+    """And a state moves into a compiled model."""
     torch._dynamo.reset()
-    found = []
+    found, states = [], []
     for make in (
         lambda: DDP(net()),
         lambda: compiled(DDP(net())),
         lambda: DDP(compiled(net())),
     ):
         model = make()
-        gw.attach(model, bits=4, error_feedback=True)
+        handle = gw.attach(model, bits=4, error_feedback=True)
         train(model, range(3))
+        states.append(handle.state_dict())
+        handle.load_state_dict(states[0])
         found.append([p.grad.clone() for p in model.parameters()])
     for other in found[1:]:
         for p, q in zip(found[0], other, strict=True):
             assert torch.equal(p, q)
-
-
-def test_a_state_moves_into_a_compiled_model(rank: int) -> None:
-    torch._dynamo.reset()
-    bare = DDP(net())
-    handle = gw.attach(bare, bits=4, error_feedback=True)
-    train(bare, range(2))
-    other = gw.attach(DDP(compiled(net())), bits=4, error_feedback=True)
-    other.load_state_dict(handle.state_dict())
 
 
 class LightningModule(nn.Sequential):

@@ -18,30 +18,27 @@ TWO = [Piece(None, 0, 5, (5, 5, 1)), Piece(None, 5, 8, (3, 0, 0))]
 
 def test_all_ranks_shards_come_back_and_padding_is_zero() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        come_back(dtype)
-
-
-def come_back(dtype: torch.dtype) -> None:
-    pieces = [*TWO, Piece(None, 8, 10, (2, 2, 2))]
-    codecs = [gw.Identity(), gw.RandomShift(bits=8), gw.Identity()]
-    payloads = Payloads(pieces, codecs, dtype, CPU)
-    for rank, nbytes in enumerate(payloads.nbytes):
-        sizes = [
-            layout(c, dtype).nbytes(p.lengths[rank]) for p, c in zip(pieces, codecs, strict=True)
-        ]
-        assert nbytes == sum(sizes)
-    sent = torch.empty(sum(payloads.nbytes), dtype=torch.uint8)
-    parts = torch.randn(3, 10).to(dtype)
-    for rank in range(3):
-        payloads.encode(parts[rank], sent, rank, np.zeros(3, np.uint64))
-    found = torch.full((3, 10), torch.nan, dtype=dtype)
-    payloads.decode(sent, found)
-    for rank in range(3):
-        for piece in pieces:
-            length = piece.lengths[rank]
-            ours, theirs = (t[rank, piece.at : piece.end] for t in (found, parts))
-            torch.testing.assert_close(ours[:length], theirs[:length], rtol=0, atol=0.05)
-            assert not ours[length:].any(), (rank, piece)
+        pieces = [*TWO, Piece(None, 8, 10, (2, 2, 2))]
+        codecs = [gw.codecs.Identity(), gw.codecs.RandomShift(bits=8), gw.codecs.Identity()]
+        payloads = Payloads(pieces, codecs, dtype, CPU)
+        for rank, nbytes in enumerate(payloads.nbytes):
+            sizes = [
+                layout(c, dtype).nbytes(p.lengths[rank])
+                for p, c in zip(pieces, codecs, strict=True)
+            ]
+            assert nbytes == sum(sizes)
+        sent = torch.empty(sum(payloads.nbytes), dtype=torch.uint8)
+        parts = torch.randn(3, 10).to(dtype)
+        for rank in range(3):
+            payloads.encode(parts[rank], sent, rank, np.zeros(3, np.uint64))
+        found = torch.full((3, 10), torch.nan, dtype=dtype)
+        payloads.decode(sent, found)
+        for rank in range(3):
+            for piece in pieces:
+                length = piece.lengths[rank]
+                ours, theirs = (t[rank, piece.at : piece.end] for t in (found, parts))
+                torch.testing.assert_close(ours[:length], theirs[:length], rtol=0, atol=0.05)
+                assert not ours[length:].any(), (rank, piece)
 
 
 FOR_WEIGHTS = ["randomshift:bits=1", "qsgd", "qsgd:scale=max:rounding=nearest", "fp8", "bf16"]
@@ -53,7 +50,7 @@ def test_what_no_codec_holds_is_withheld_whichever_rank_has_it() -> None:
     for name, dtype in product(FOR_WEIGHTS, (torch.float32, torch.bfloat16, torch.float16)):
         codec = weight_codec("weights", name)
         most = 0.99 * _most(codec, dtype)  # which bf16 may round up
-        payloads = Payloads(pieces, [gw.Identity(), codec, codec], dtype, CPU)
+        payloads = Payloads(pieces, [gw.codecs.Identity(), codec, codec], dtype, CPU)
 
         def sent(parts: torch.Tensor, payloads: Payloads = payloads) -> torch.Tensor:
             found = torch.empty(sum(payloads.nbytes), dtype=torch.uint8)

@@ -20,6 +20,7 @@ import gradwire as gw
 from gradwire import codecs
 from gradwire.codecs import RandomK
 from ranks import caught, refuses
+from rooms.handles import arguments
 from training import mlp
 
 SCALES = RandomK(density=0.1, unbiased=True)
@@ -30,7 +31,7 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     # names that are misspelt, or of other libraries
     (ALL, {"excludes": ["*"]}, " has no argument 'excludes': did you mean 'exclude'?"),
     (ALL, {"codec": "topk", "feedback": True}, "did you mean 'error_feedback'?"),
-    (("update",), {"seeds": 3}, "update has no argument 'seeds': did you mean 'seed'?"),
+    (("update",), {"plans": 3}, "update has no argument 'plans': did you mean 'plan'?"),
     (("all_reduce",), {"asyncop": True}, "all_reduce has no argument 'asyncop': did you mean"),
     (("all_reduce",), {"codec": "int8"}, "unknown codec 'int8': did you mean 'qsgd:bits=8'?"),
     (ALL, {"codec": "qsdg"}, "'qsdg': did you mean 'qsgd'? Else use one of identity"),
@@ -41,7 +42,6 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL, {"codec": "topk", "rank": 4}, "'topk' has no option 'rank': use one of density"),
     (("attach",), {"plan": "measured"}, "gradwire plan --shapes FILE --net RATE,LATENCY --save"),
     (("attach",), {"policy": "l-greco"}, "unknown policy 'l-greco': did you mean 'lgreco'?"),
-    (ALL, {"algorithm": "rings"}, "unknown algorithm 'rings': did you mean 'ring'?"),
     (ALL, {"bitz": 4}, "bitz"),
     (ALL, {"density": 0.1}, "has no option 'density'"),
     # values
@@ -49,12 +49,12 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL, {"codec": "qsgd:bits=99"}, "bits=99"),
     (("attach", "register"), {"codec": None, "bits": 2}, "options bits"),
     (("attach", "register"), {"options": {"segments": 2}}, "options={'segments': 2}"),
-    (("attach", "register"), {"seed": "a"}, "seed='a'"),
-    (("attach", "register"), {"seed": -1}, "seed=-1"),
-    (("attach", "register"), {"seed": 1 << 64}, "below 2^64"),
-    (("attach", "register"), {"seed": True}, "seed=True"),
-    (ALL, {"coalesce_bytes": True}, "coalesce_bytes=True"),
-    (ALL, {"coalesce_bytes": -1}, "coalesce_bytes=-1"),
+    *(
+        (ALL, {name: 1}, f": {name} is given otherwise now: write {write}")
+        for name, write in arguments.RENAMED.items()
+    ),
+    (("update",), {"options": gw.Options(seed=1)}, "seed is as `attach` was told"),
+    (("update",), {"options": gw.Options(keep="none")}, "keep is as `attach` was told"),
     (ALL, {"error_feedback": "yes"}, "error_feedback='yes'"),
     (("attach", "register"), {"include": None}, "include=None"),
     (ALL, {"codecs": ["0.weight"]}, "codecs=['0.weight']"),
@@ -66,35 +66,25 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     # what does not go together
     (
         ("attach",),
-        {"codec": "tbq", "algorithm": "ring", "error_feedback": True},
+        {"codec": "tbq", "options": gw.Options(algorithm="ring"), "error_feedback": True},
         "not defined in the algorithm 'ring'",
-    ),
-    *(
-        (
-            ("attach",),
-            {"policy": "lgreco", "replan": replan},
-            f"attach: replan={replan}: give a gw.Replan",
-        )
-        for replan in (5, {"every": 5})
     ),
     *(
         (("attach",), {"codec": "auto", name: value}, f'{name}={value!r:.60}: "auto" decides this')
         for name, value in (
             ("bits", 4),
             ("policy", "lgreco"),
-            ("replan", gw.Replan()),
+            ("policy", gw.Replan()),
             ("error_feedback", True),
         )
     ),
-    (("attach",), {"codec": "qsgd", "auto": gw.Auto()}, 'auto is for the codec "auto"'),
-    (("attach",), {"codec": "auto", "auto": 5}, "auto=5: give gw.Auto"),
     (
         ("attach",),
-        {"codec": "auto", "auto": gw.Auto(methods=["powersgd:rank=100000"])},
+        {"codec": gw.Auto(methods=["powersgd:rank=100000"])},
         "rank=100000 does not shrink",
     ),
     (("attach",), {"policy": 3}, "policy=3: give a policy"),
-    (("attach",), {"replan": gw.Replan()}, "give policy, too"),
+    (("attach",), {"policy": gw.Replan({"every": 5})}, "policy={'every': 5}: give a policy"),
     (
         ("attach",),
         {"codec": "topk", "policy": "lgreco:budget=qsgd:bits=5"},
@@ -132,7 +122,7 @@ def test_wrong_arguments_are_refused_in_a_single_process() -> None:
     for given, told in (
         ({"codec": "dgc:density=0.1:momentum=0.9"}, "place of the optimizer's momentum"),
         ({"weights": "int8"}, "weights='int8': unknown codec: use"),
-        ({"keep": "payloads"}, "keep='payloads': did you mean 'payload'?"),
+        ({"options": gw.Options(keep="payloads")}, "keep='payloads': did you mean 'payload'?"),
     ):
         with pytest.raises(gw.ConfigError, match=re.escape(told)):
             gw.attach(mlp(20, 40, 3), **given)
@@ -147,7 +137,8 @@ def test_wrong_arguments_are_refused_in_a_single_process() -> None:
 def test_wrong_arguments_are_refused(rank: int) -> None:
     faults = faults_of(DDP)
     assert not faults, "\n".join(faults)
-    attach = partial(gw.attach, DDP(mlp(20, 40, 3)), algorithm="all_gather", error_feedback=True)
+    how: dict[str, Any] = {"options": gw.Options("all_gather"), "error_feedback": True}
+    attach = partial(gw.attach, DDP(mlp(20, 40, 3)), **how)
     for given in ({"codec": SCALES}, {"codec": None, "codecs": {"0.weight": SCALES}}):
         refuses("unbiased=True without", partial(attach, **given))
 
@@ -172,14 +163,27 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
     """Ranks compare them by their text."""
     text: Any = np.str_("time")
     given: list[tuple[Any, Any]] = [
-        (gw.Replan(np.int64(9), np.int64(9), 2, weigh=text), gw.Replan(9, 9, 2, weigh="time")),
+        (
+            gw.Replan("lgreco", np.int64(9), np.int64(9), 2, weigh=text),
+            gw.Replan("lgreco", 9, 9, 2, weigh="time"),
+        ),
         (gw.Auto(trial=np.int64(8)), gw.Auto()),
-        (gw.Triggers(gain=torch.tensor(0.5), check=np.int8(3)), gw.Triggers(gain=0.5, check=3)),
+        (
+            gw.flexible.Triggers(gain=torch.tensor(0.5), check=np.int8(3)),
+            gw.flexible.Triggers(gain=0.5, check=3),
+        ),
     ]
     for one, same in given:
         assert one == same
         assert repr(one) == repr(same)
     wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (gw.Options, {"seed": "a"}, "seed='a'"),
+        (gw.Options, {"seed": -1}, "seed=-1"),
+        (gw.Options, {"seed": 1 << 64}, r"below 2\^64"),
+        (gw.Options, {"seed": True}, "seed=True"),
+        (gw.Options, {"coalesce_bytes": True}, "coalesce_bytes=True"),
+        (gw.Options, {"coalesce_bytes": -1}, "coalesce_bytes=-1"),
+        (gw.Options, {"algorithm": "rings"}, "'rings': did you mean 'ring'"),
         (gw.Replan, {"every": 0}, "Replan: every=0 must be at least 1"),
         (gw.Replan, {"alpha": 10**400}, "Replan: alpha=10+ must be above 0 and below inf: give"),
         (gw.Replan, {"stale": 0.5}, "stale=0.5 must be above 1 and below inf: give more than 1"),
@@ -187,9 +191,17 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
         (gw.Replan, {"weigh": "size"}, "weigh='size' must be 'bytes', 'priority' or 'time'"),
         (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 1"),
         (gw.Auto, {"changed": True}, "Auto: changed=True must be above 0: give a number"),
-        (gw.Auto, {"policy": gw.LGreco(budget="qsgd")}, "leave the policy's budget out"),
-        (gw.Triggers, {"share": "all"}, "Triggers: share='all' must be above 0: give a number"),
-        (gw.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),
+        (
+            gw.Auto,
+            {"policy": gw.controllers.LGreco(budget="qsgd")},
+            "leave the policy's budget out",
+        ),
+        (
+            gw.flexible.Triggers,
+            {"share": "all"},
+            "Triggers: share='all' must be above 0: give a number",
+        ),
+        (gw.flexible.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),
     ]
     for made, options, message in wrong:
         with pytest.raises(gw.ConfigError, match=f"^.*{message}.*$"):

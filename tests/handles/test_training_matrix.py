@@ -1,5 +1,5 @@
 """Every method in DDP, at several numbers of ranks: GradScaler, no_sync, accumulation, unused
-parameters, resuming, and a change of the method or of the number of ranks."""
+parameters, resuming, and a change of the number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ NARROW: dict[str, dict[str, Any]] = {  # fp16 on the wire
 NARROWEST = ("fp16", "dgc:density=0.05:momentum=0.5")
 OPTIONS = METHODS | VARIANTS | NARROW
 EVERY = [*METHODS, *VARIANTS]
-ADOPTED = ("powersgd:rank=2", "dgc:density=0.05:momentum=0.5:warmup=3")  # others: by test_update
 # Variants that other files train, or whose state is that of their neighbour.
 ELSEWHERE = ("powersgd:rank=2", "qsgd:bits=2:block=64", "artopk:density=0.05:leader")
 SAMPLES = {
@@ -62,8 +61,8 @@ KEPT = ("residual", "owed", "velocity")  # what a rank has not sent, and momentu
 
 
 def in_all(method: str) -> bool:
-    """Whether `make test` runs it in all scenarios, but the change of method."""
-    return method in METHODS or method in ADOPTED
+    """Whether `make test` runs it in all scenarios."""
+    return method in METHODS
 
 
 def each_method(sample: Callable[[str], bool] = bool) -> Any:
@@ -96,7 +95,7 @@ def made(method: str, dtype: torch.dtype = torch.float32, group: Any = None) -> 
     """A module of many buckets, with a handle."""
     net = Net().to(dtype)
     model = DDP(net, process_group=group, bucket_cap_mb=0.01, find_unused_parameters=True)
-    return model, gw.attach(model, method, coalesce_bytes=0, **OPTIONS[method])
+    return model, gw.attach(model, method, options=gw.Options(coalesce_bytes=0), **OPTIONS[method])
 
 
 def inputs(step: int, rank: int) -> torch.Tensor:
@@ -307,19 +306,6 @@ def mean_states(full: Any) -> dict[tuple[str, bool], torch.Tensor]:
                     key = name, kept == "velocity"
                     found[key] = found.get(key, 0.0) + tensors[kept] / full["world_size"]
     return found
-
-
-@each_method(ADOPTED.__contains__)
-def test_is_adopted_during_training(rank: int, method: str) -> None:
-    """A rehearsal prepares it, and ranks change to it in the same step."""
-    model = DDP(Net(), bucket_cap_mb=0.01, find_unused_parameters=True)
-    handle = gw.attach(model, "topk:density=0.05", error_feedback=True, coalesce_bytes=0)
-    trained(model, range(3))
-    handle.update(method, **OPTIONS[method]).wait()
-    trained(model, range(3, 9))
-    assert handle.plan.version == 1
-    assert same_everywhere(flat(model))
-    handle.detach()
 
 
 @on(2, *NARROWEST)

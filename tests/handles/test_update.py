@@ -34,10 +34,6 @@ def step(model: nn.Module, number: int) -> None:
     train(model, range(number, number + 1))
 
 
-def replicas_agree(model: nn.Module) -> None:
-    assert same_everywhere(flat(model))
-
-
 def until_in_force(model: nn.Module, update: Any, number: int) -> int:
     """Train until a plan is in force; the number of the next step."""
     end = time.monotonic() + 60
@@ -50,17 +46,20 @@ def until_in_force(model: nn.Module, update: Any, number: int) -> int:
 
 def test_every_argument_can_change(rank: int) -> None:
     model = DDP(net(), bucket_cap_mb=0.005)
-    handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, error_feedback=True, options=gw.Options(coalesce_bytes=0))
     changes: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, str]]] = [
         ((), {"bits": 2}, {"0.weight": "QSGD(bits=2"}),
         (("topk",), {"density": 0.05}, {"0.weight": "TopK(density=0.05", "0.bias": "dense"}),
         ((), {"codecs": {"0.weight": "qsgd:bits=8"}},
          {"0.weight": "QSGD(bits=8", "2.weight": "TopK"}),
-        ((), {"algorithm": "ring"}, {"2.weight": "TopK"}),
+        ((), {"options": gw.Options(algorithm="ring")}, {"2.weight": "TopK"}),
         ((), {"include": ["*.bias"]}, {"0.bias": "TopK"}),
-        ((), {"coalesce_bytes": 1 << 20, "exclude": ["4.*"]}, {"4.weight": "dense"}),
+        ((), {"options": gw.Options("ring", coalesce_bytes=1 << 20), "exclude": ["4.*"]},
+         {"4.weight": "dense"}),
         (("powersgd",), {"rank": 2, "codecs": {"2.weight": "artopk"}},
          {"2.weight": "artopk", "4.bias": "dense"}),
+        (("dgc",), {"density": 0.05, "momentum": 0.5, "error_feedback": False},
+         {"4.bias": "dense", "0.bias": "dgc"}),
         ((None,), {}, {"2.weight": "artopk", "0.weight": "QSGD(bits=8"}),
     ]  # fmt: skip
     number = 0
@@ -74,28 +73,19 @@ def test_every_argument_can_change(rank: int) -> None:
         for name, text in expected.items():
             assert how[name].startswith(text), (how, expected)
             assert handle.state_dict()["parameters"][name]["codec"] == how[name]
-        replicas_agree(model)
+        assert same_everywhere(flat(model))
     assert handle.plan.options.algorithm == "ring"
 
 
-def test_ranks_ask_at_different_steps(rank: int) -> None:
-    """Ranks prepare at different speeds; still a pass has one plan."""
-    one_plan_per_pass(rank, dist.group.WORLD)
-
-
-def test_in_stream_order_too(rank: int) -> None:
-    """Over a group that is treated as one of NCCL."""
-    group, before = dist.new_group(), groups.keeps_order
-    groups.keeps_order = lambda asked, device: asked is group
-    try:
-        one_plan_per_pass(rank, group)
-    finally:
-        groups.keeps_order = before
-
-
-def one_plan_per_pass(rank: int, group: Any) -> None:
+@on(2, True, False)
+@on(3, True, False, exhaustive=True)
+def test_a_pass_has_one_plan(rank: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks ask at different steps, and prepare at different speeds; also over a group that is
+    treated as one of NCCL."""
+    group = dist.new_group()
+    monkeypatch.setattr(groups, "keeps_order", lambda asked, device: in_order and asked is group)
     model = DDP(net(), bucket_cap_mb=0.005, process_group=group)
-    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=0))
     draw = random.Random(rank)
     asked = {k: 5 * k + draw.randrange(4) for k in range(1, 5)}  # update -> the step it comes at
     versions = []
@@ -114,7 +104,7 @@ def one_plan_per_pass(rank: int, group: Any) -> None:
     assert len(set(versions)) > 1
     assert all(one == found[0] for one in found), found
     assert found[0] == sorted(found[0])
-    replicas_agree(model)
+    assert same_everywhere(flat(model))
 
 
 def test_residuals_survive(rank: int) -> None:
@@ -163,7 +153,7 @@ def test_unlike_updates_are_named(rank: int) -> None:
     assert handle.plan.parameters[0].codec == gw.QSGD(bits=4)
     until_in_force(model, handle.update(bits=8), 9)
     assert handle.plan.parameters[0].codec == gw.QSGD(bits=8)
-    replicas_agree(model)
+    assert same_everywhere(flat(model))
 
 
 def test_updates_of_what_is_gone_are_refused(rank: int) -> None:
@@ -184,7 +174,7 @@ def test_updates_of_what_is_gone_are_refused(rank: int) -> None:
 def test_a_switch_does_not_stall(rank: int) -> None:
     """A new plan in force needs no further agreement and no compilation."""
     model = DDP(net(), bucket_cap_mb=0.005)
-    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=0))
     for number in range(4):
         step(model, number)
     update = handle.update("powersgd", rank=2)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.lang import Codec, ops
+from gradwire.lang import Codec, LanguageError, ops
 from gradwire.lang.ir import Scope
 from gradwire.lang.trace import Value, lift
 
@@ -32,6 +32,14 @@ STORED: tuple[Callable[[Any], Value], ...] = (
 )  # fmt: skip
 
 
+def allowed(rule: Callable[..., Value], *operands: Any) -> Value:
+    """The rule's result; where it refuses a constant, the first operand."""
+    try:
+        return rule(*operands)
+    except LanguageError:
+        return operands[0]  # type: ignore[no-any-return]
+
+
 class Drawn:
     """Random expressions of given values, and of results of earlier ones."""
 
@@ -39,8 +47,8 @@ class Drawn:
         self.generator = random.Random(seed)
         self.values: list[Any] = list(values)
         for _ in range(steps):
-            rule = self.generator.choice(NUMBERS)
-            self.values.append(rule(*(self.operand() for _ in range(3))))
+            operands = [self.operand() for _ in range(3)]
+            self.values.append(allowed(self.generator.choice(NUMBERS), *operands))
 
     def operand(self) -> Value:
         """A value, rather a late one, or a constant."""
@@ -69,7 +77,8 @@ class RandomProgram(Codec):
         chosen = random.Random(f"fields {self.seed}")
         fields = {"first": ops.fp16(x)}
         for v in [*whole, *blocks, *second[-self.steps :], *elements[-3:]]:
-            stored = chosen.choice(STORED)(v)
+            stored = allowed(chosen.choice(STORED), v)
+            stored = ops.fp32(v) if stored is v else stored
             if all(stored.node is not other.node for other in fields.values()):
                 fields[f"f{len(fields)}"] = stored
         return ops.concat(**fields)

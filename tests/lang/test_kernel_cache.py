@@ -34,24 +34,63 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-BROKEN: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda whole: b"",
-    "truncated": lambda whole: whole[: len(whole) // 2],
-    "last byte lost": lambda whole: whole[:-1],
-    "zeros": lambda whole: bytes(len(whole)),
-    "one bit": lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+def broken(change: Callable[[bytes], bytes]) -> Callable[[Path, Path], object]:
+    """The library there is another."""
+
+    def spoil(folder: Path, library: Path) -> None:
+        folder.mkdir()
+        (folder / library.name).write_bytes(change(library.read_bytes()))
+
+    return spoil
+
+
+# what is done to a cache before SOURCE is compiled, and of what its one warning speaks, if any
+SPOILED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "empty": (broken(lambda whole: b""), ""),
+    "truncated": (broken(lambda whole: whole[: len(whole) // 2]), ""),
+    "last byte lost": (broken(lambda whole: whole[:-1]), ""),
+    "zeros": (broken(lambda whole: bytes(len(whole))), ""),
+    "one bit": (broken(lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]), ""),
+    "a folder for the lock": (
+        lambda folder, library: (folder / library.with_suffix(".lock").name).mkdir(parents=True),
+        "",
+    ),
+    "a file for the folder": (lambda folder, library: folder.write_text("no folder"), "{folder}"),
+    "a folder for the library": (
+        lambda folder, library: (folder / library.name / "full").mkdir(parents=True),
+        "{library} is a folder: remove it",
+    ),
+    # the last step of writing a file there fails: see `replaced` below
+    "full": (lambda folder, library: (folder / "full").mkdir(parents=True), "{folder}"),
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_library_is_compiled_anew(
+@pytest.mark.parametrize("how", SPOILED)
+def test_no_state_of_the_cache_does_harm(
     how: str, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / library.name
-    file.write_bytes(BROKEN[how](library.read_bytes()))
-    assert answer(tmp_path, monkeypatch) == 42
-    assert cache.is_whole(file)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".so", ".lock"}
+    """What is broken is compiled anew; a cache that cannot be used is replaced by another."""
+    folder, replace = tmp_path / "cache", os.replace
+    spoil, told = SPOILED[how]
+    spoil(folder, library)
+
+    def replaced(source: str, target: Path) -> None:
+        if (folder / "full").exists() and folder in Path(target).parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert answer(folder, monkeypatch) == 42
+            jit._load.cache_clear()
+    said = " ".join(str(warning.message) for warning in caught)
+    assert said.count("compiled kernels are not kept") == len(caught) == bool(told)
+    assert told.format(folder=folder, library=folder / library.name) in said
+    assert told or cache.is_whole(folder / library.name)
+    if folder.is_dir():  # nothing is left behind
+        assert {path.suffix for path in folder.iterdir()} <= {".so", ".lock", "" if told else ".so"}
 
 
 def test_a_broken_source_of_target_triton_is_written_anew(
@@ -61,48 +100,6 @@ def test_a_broken_source_of_target_triton_is_written_anew(
     text = "first = 1\nsecond = 2\n"
     (tmp_path / f"gradwire_{jit.digest(text)}.py").write_text(text[:10])
     assert gpu.load(text).second == 2
-
-
-def file_for_a_folder(cache: Path, library: Path) -> None:
-    cache.write_text("not a folder")
-
-
-def folder_for_the_library(cache: Path, library: Path) -> None:
-    (cache / library.name / "full").mkdir(parents=True)
-
-
-def full(cache: Path, library: Path) -> None:
-    """The last step of writing a file there fails: see `replace` below."""
-    (cache / "full").mkdir(parents=True)
-
-
-@pytest.mark.parametrize("spoil", [file_for_a_folder, folder_for_the_library, full])
-def test_a_cache_that_cannot_be_used_is_replaced_with_one_warning(
-    spoil: Callable[[Path, Path], None],
-    library: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cache, replace = tmp_path / "cache", os.replace
-    spoil(cache, library)
-
-    def replaced(source: str, target: Path) -> None:
-        if (cache / "full").exists() and cache in Path(target).parents:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", replaced)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert answer(cache, monkeypatch) == 42
-            jit._load.cache_clear()
-    (said,) = [str(warning.message) for warning in caught]
-    assert "compiled kernels are not kept" in said
-    place = f"{cache / library.name} is a folder: remove it"
-    assert (place if spoil is folder_for_the_library else str(cache)) in said
-    if cache.is_dir():  # nothing is left behind
-        assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock", "")]
 
 
 def test_a_forked_worker_removes_its_temporary_folder(
@@ -121,14 +118,6 @@ def test_a_forked_worker_removes_its_temporary_folder(
     worker.kill()
     assert worker.exitcode == 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_in_the_place_of_the_lock_does_no_harm(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / library.with_suffix(".lock").name).mkdir()
-    assert answer(tmp_path, monkeypatch) == 42
-    assert (tmp_path / library.name).exists()
 
 
 def test_a_lock_that_is_never_released_does_not_block(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from codec_calls import CODECS, DTYPES, WIDTHS, call, gradient, ragged_sizes
+from codec_calls import CODECS, DTYPES, WIDTHS, call, gradient, ragged_sizes, table
 from gradwire import codecs
 from gradwire.codecs import QSGD, Codec, Identity, OneBit, TernGrad, TopK
 from gradwire.errors import ConfigError
@@ -99,9 +99,7 @@ def test_workspace_may_be_given() -> None:
     codec, values = TernGrad(), gradient(5000)
     made = kernels(codec, torch.float32, "c")
     payload = torch.zeros(made.layout.nbytes(5000), dtype=torch.uint8)
-    rows = np.zeros(1, ROW)
-    rows["values"], rows["payload"], rows["numel"] = values.data_ptr(), payload.data_ptr(), 5000
-    rows["key"] = 7
+    rows = table([values], [payload], key=7)
     workspace = torch.empty(made.layout.workspace_nbytes(rows["numel"]), dtype=torch.uint8)
     made.run("encode", rows, workspace=workspace)
     assert torch.equal(payload, call(codec, "encode", values, target="eager").payload)
@@ -137,8 +135,3 @@ def test_packing_is_as_defined() -> None:
                 expected[:, byte] |= part.to(torch.uint8)
             begin += length
         assert torch.equal(packed, expected), (bits, m)
-
-
-def test_an_integer_gradient_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"torch\.int64.*torch\.float32"):
-        layout(QSGD(), torch.int64)

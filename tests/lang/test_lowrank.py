@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product as product_of
 
 import pytest
@@ -61,41 +61,41 @@ def test_both_ways_have_the_same_columns_and_averages() -> None:
             assert all(map(torch.equal, found[0], other)), (sides, cheap)
 
 
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Tests set their number."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 def columns_and_averages(sides: tuple[int, int, int], cheap: bool) -> list[list[torch.Tensor]]:
     found = []
     company = [drawn(*SIDES[at], seed=at + 1) for at in (1, 3, 1)]
-    threads = torch.get_num_threads()
-    try:
-        for way, others, count in (("eager", [], 1), ("compiled", company, 3), ("compiled", [], 1)):
-            torch.set_num_threads(count)
-            a = drawn(*sides)
-            steps = WAYS[way]([*others, a])
-            a.left.normal_(generator=torch.Generator().manual_seed(5))
-            steps.columns(cheap)
-            for right in (a.own, a.right):
-                right.normal_(generator=torch.Generator().manual_seed(6))
-            assert steps.finish()[-1]
-            assert a.residual is not None
-            found.append([a.left, a.values, a.residual, a.basis])
-    finally:
-        torch.set_num_threads(threads)
+    for way, others, count in (("eager", [], 1), ("compiled", company, 3), ("compiled", [], 1)):
+        torch.set_num_threads(count)
+        a = drawn(*sides)
+        steps = WAYS[way]([*others, a])
+        a.left.normal_(generator=torch.Generator().manual_seed(5))
+        steps.columns(cheap)
+        for right in (a.own, a.right):
+            right.normal_(generator=torch.Generator().manual_seed(6))
+        assert steps.finish()[-1]
+        assert a.residual is not None
+        found.append([a.left, a.values, a.residual, a.basis])
     return found
 
 
 def test_products_of_a_rank_do_not_depend_on_company_or_threads() -> None:
     found = []
-    threads = torch.get_num_threads()
-    try:
-        for count, others in ((1, 0), (2, 1), (5, 1), (2, 7), (5, 7)):
-            torch.set_num_threads(count)
-            a = drawn(130, 200, 5)
-            steps = Compiled([*(drawn(66, 131, 3) for _ in range(others)), a])
-            steps.left()
-            steps.columns(False)
-            steps.right()
-            found.append([a.values, a.left, a.own])
-    finally:
-        torch.set_num_threads(threads)
+    for count, others in ((1, 0), (2, 1), (5, 1), (2, 7), (5, 7)):
+        torch.set_num_threads(count)
+        a = drawn(130, 200, 5)
+        steps = Compiled([*(drawn(66, 131, 3) for _ in range(others)), a])
+        steps.left()
+        steps.columns(False)
+        steps.right()
+        found.append([a.values, a.left, a.own])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 

@@ -1,37 +1,22 @@
+# ruff: noqa: F405
 """Matrices: shapes are checked while tracing, so a wrong one is an error at the codec's line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from other_codecs import MATRICES, Residual
 from test_verify import misplaced
 
 from codec_calls import SUMS, call, gradient, round_trip
 from gradwire.codecs import LowRank
-from gradwire.lang import Codec, eager, forms, ir, layout, shapes
+from gradwire.lang import eager, forms, ir, layout, shapes
 from gradwire.lang.forms import FORMS
-from gradwire.lang.ops import (
-    abs,
-    bf16,
-    concat,
-    count,
-    decomp,
-    elements,
-    fp32,
-    index,
-    isfinite,
-    matmul,
-    matrix,
-    random,
-    reduce,
-    uint,
-    where,
-)
+from gradwire.lang.ops import *  # noqa: F403
 
 
 def factors(g: Any, left: tuple[Any, Any] = (2, 8), right: tuple[Any, Any] = (2, 8)) -> Any:
@@ -127,40 +112,6 @@ def test_errors_point_to_the_source() -> None:
     assert faults + misplaced(decoded) == []
 
 
-@dataclass(frozen=True)
-class Residual(Codec):
-    """Low rank and the signs of the rest: every operator on matrices, in encode and in decode."""
-
-    columns: int = 8
-    rank: int = 2
-
-    def encode(self, g: Any) -> Any:
-        p, q = decomp(matrix(g, self.columns), self.rank)
-        p, q = bf16(p), fp32(q)
-        rest = g - elements(where(isfinite(matmul(p, q)), matmul(p, q), 0.0) * 1.0)
-        return concat(p=p, q=q, largest=reduce(max, abs(rest)), sign=uint(1, rest >= 0.0))
-
-    def decode(self, p: Any, q: Any, largest: Any, sign: Any) -> Any:
-        gram = matmul(matmul(q, q), matmul(q, q))  # columns x columns
-        product = matmul(p, q) + 0.0 * largest + 0.0 * matmul(matmul(p, q), gram)
-        return elements(product) + where(sign > 0.0, largest, -largest) * 0.25
-
-
-@dataclass(frozen=True)
-class Whole(Codec):
-    """A factor as wide as the matrix has the shape of the row."""
-
-    def encode(self, g: Any) -> Any:
-        p, q = decomp(matrix(g, 2), 2)
-        return concat(p=bf16(p), q=fp32(q))
-
-    def decode(self, p: Any, q: Any) -> Any:
-        return elements(p) + 0.0 * elements(matmul(p, q))
-
-
-CODECS: list[Codec] = [LowRank(2, 50), LowRank(1, 1), Residual(), Residual(5, 5), Whole()]
-
-
 def test_matrices_have_their_traced_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate, seen = eager._Row.evaluate, set()
 
@@ -172,7 +123,7 @@ def test_matrices_have_their_traced_shapes(monkeypatch: pytest.MonkeyPatch) -> N
         return result
 
     monkeypatch.setattr(eager._Row, "evaluate", checked)
-    for codec in CODECS:
+    for codec in MATRICES:
         for numel in (1, 2, 7, 8, 9, 50, 51, 400):
             values = gradient(numel)
             peer = call(codec, "encode", values, target="eager").payload

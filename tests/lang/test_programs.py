@@ -1,174 +1,27 @@
-"""Programs beyond the shipped codecs: every operator, several stages and sweeps, odd fields."""
+"""Programs beyond the shipped codecs: target c equals the interpreter, and how they are lowered."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from itertools import product
 from typing import Any
 
+import other_codecs
 import pytest
 import torch
+import triton_checks
+from other_codecs import ODD, SELECTIONS, Looked, Odd, Stages
 
-from codec_calls import DTYPES, call, differing, fixed, ragged_sizes
-from gradwire.codecs.adacomp import AdaComp
-from gradwire.codecs.threelc import ThreeLC
-from gradwire.lang import Codec, forms, ir, layout, passes
+from codec_calls import DTYPES, call, differing, fixed, gradient, ragged_sizes, round_trip, table
+from gradwire.codecs import AdaComp, Codec, ThreeLC, TopK
+from gradwire.lang import decode, encode, forms, ir, kernels, layout, passes, show
+from gradwire.lang.emit.c import source
 from gradwire.lang.forms import FORMS
-from gradwire.lang.ops import (
-    abs,
-    bf16,
-    clamp,
-    concat,
-    count,
-    floor,
-    fp16,
-    fp32,
-    index,
-    inverse,
-    isfinite,
-    lookup,
-    map,
-    native,
-    random,
-    reduce,
-    sqrt,
-    table,
-    uint,
-    where,
-)
 from gradwire.lang.sweeps import LookUp, Loop, Put, Recall, Scalars
-from gradwire.lang.trace import lift
-from products import in_turn
-
-
-@dataclass(frozen=True)
-class Stages(Codec):
-    """Two nested block reductions, with elements kept between the loops."""
-
-    def encode(self, g: Any) -> Any:
-        x = g.blocks(48)
-        mean = reduce(sum, x) / count(x)
-        centred = map(lambda v: sqrt(abs(v - mean)) / (1.0 + abs(mean)) + random(), x)
-        spread = reduce(max, centred)
-        code = map(lambda c: c * inverse(spread) * 30.0, centred)
-        return concat(mean=mean, spread=fp16(spread), code=uint(5, code))
-
-    def decode(self, mean: Any, spread: Any, code: Any) -> Any:
-        return map(lambda k: mean + spread * k / 31.0, code)
-
-
-@dataclass(frozen=True)
-class Sweeps(Codec):
-    """A tensor reduction of block norms, then one of elements that depend on it: three sweeps."""
-
-    def encode(self, g: Any) -> Any:
-        x = g.blocks(33)
-        norm = reduce(sum, map(lambda v: v * v, x))
-        largest = reduce(max, reduce(max, abs(x)) + norm * 0.0)
-        unit = map(lambda v: v / (largest + 1.0), g)
-        total = reduce(sum, unit)
-        low, high = reduce(min, x), reduce(max, x)
-        return concat(
-            total=total, largest=bf16(largest), low=fp32(low), high=fp32(high),
-            sign=uint(1, map(lambda v: v >= 0.0, x)), size=fp16(abs(unit)),
-        )  # fmt: skip
-
-    def decode(self, total: Any, largest: Any, low: Any, high: Any, sign: Any, size: Any) -> Any:
-        value = map(lambda s, z: where(s > 0.0, z, -z) * (largest + 1.0), sign, size)
-        return clamp(value, low, high) + total * 0.0
-
-
-@dataclass(frozen=True)
-class Odd(Codec):
-    """Fields of every dtype and scope, every comparison, one random number per block, indices."""
-
-    def encode(self, g: Any) -> Any:
-        x = g.blocks(17)
-        shift = random(scope="block") - 0.5
-        odd = index() - floor(index() / 2) * 2
-        big = (x > 1.0) | ~(x <= 0.5) & (x != 0.25)
-        exact = (x == 0.0) | isfinite(x) & (x >= -1e30) & (x < 1e30)
-        level = uint(3, reduce(max, abs(x)) * 4.0)
-        return concat(
-            level=level, few=uint(2, reduce(max, abs(g))), odd=uint(1, odd), big=uint(1, big),
-            exact=uint(1, where(exact, 1, 0)), value=native(x + shift * 0.125), shift=bf16(shift),
-            half=bf16(-x, toward="down"), seven=uint(7, abs(x) * 16.0 + random()),
-        )  # fmt: skip
-
-    def decode(self, level: Any, few: Any, odd: Any, big: Any, exact: Any, value: Any,
-               shift: Any, half: Any, seven: Any) -> Any:  # fmt: skip
-        flags = odd + big * 2.0 + exact * 4.0
-        return value - shift * 0.125 + (half + seven / 16.0 + level + few + flags) * 1e-6
-
-
-@dataclass(frozen=True)
-class SharedNoise(Codec):
-    """Random numbers in decode: both sides draw the same numbers."""
-
-    def encode(self, g: Any) -> Any:
-        return concat(value=fp16(g + random(shared="noise")))
-
-    def decode(self, value: Any) -> Any:
-        noise = random(shared="noise") * float("1e-3")
-        return value - noise + where(value > float("inf"), 1.0, 0.0)
-
-
-NUMBERS = [k * 37 % 101 / 7 for k in range(256)]
-THREES = [lift(k * 0.75) for k in range(32)]
-
-
-@dataclass(frozen=True)
-class Looked(Codec):
-    """Tables shorter and longer than their codes, one read by two loops; codes of elements, of
-    blocks, and none: NaN and numbers that are not whole, negative, or beyond the table."""
-
-    def encode(self, g: Any) -> Any:
-        x = g.blocks(70)
-        code = uint(3, abs(x) * 4.0)
-        near = lookup([lift(v) for v in (0.0, 0.5, 1.0, 2.0, float("inf"))], code)
-        error = reduce(max, abs(abs(x) - near))
-        far = uint(5, near * 8.0 + where(x > 1.0, 40.0, where(x > 0.5, -3.0, 2.0)))
-        odd = lookup(table(NUMBERS), x)
-        top = uint(8, reduce(max, abs(x)) * 40.0)
-        sign = uint(1, where(x < 0.0, 1, 0))
-        return concat(error=error, top=top, code=code, far=far, odd=odd, sign=sign)
-
-    def decode(self, error: Any, top: Any, code: Any, far: Any, odd: Any, sign: Any) -> Any:
-        numbers = table(NUMBERS)
-        many = lookup(THREES, far) + lookup(THREES, far * 0.7) + lookup(numbers, far * 8.3)
-        many += lookup(numbers, top) + lookup(numbers[3:], uint(8, odd)) + odd
-        crossed = where(code < 3.0, 1.5, where(code < 2.0, 8.0, where(code < 6.0, 0.25, -1.0)))
-        few = lookup([lift(k * k * 0.5) for k in range(5)], code)
-        return (few + many + crossed) * where(sign > 0.0, -1.0, 1.0) + error
-
-
-@dataclass(frozen=True)
-class Redrawn(Codec):
-    """Random numbers of both scopes, which decode gives again, in another order of use; a sum draws
-    one more."""
-
-    def encode(self, g: Any) -> Any:
-        x = g.blocks(40)
-        shift, each = random("block"), random()
-        largest = fp32(reduce(max, abs(x)) + shift)
-        code = map(lambda v: (v * inverse(largest) + 1.0) * 7.0 + each, x)
-        return concat(largest=largest, code=uint(4, code))
-
-    def encode_sum(self, g: Any) -> Any:
-        payload = self.encode(g)
-        (_, largest), (_, code) = payload.fields
-        return concat(largest=largest, code=uint(4, code * 1.0 + random() * 0.5))
-
-    def decode(self, largest: Any, code: Any) -> Any:
-        shift, each = random("block"), random()
-        return ((code - each) / 7.0 - 1.0) * largest + 1e-3 * shift
-
-
-CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise(), Looked(), Redrawn()]
-
+from products import EXHAUSTIVE, in_turn, one_in
 
 # each pair is compiled: every codec in fp32, and the one with a native field in all dtypes
-PAIRS = [*((c, torch.float32) for c in CODECS), *((Odd(), dtype) for dtype in DTYPES[1:])]
+PAIRS = [*((c, torch.float32) for c in ODD), *((Odd(), dtype) for dtype in DTYPES[1:])]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +32,89 @@ def test_targets_agree(begun: tuple[tuple[Codec, torch.dtype], int], form: str) 
     given = (fixed(n, dtype) for n in ragged_sizes(layout(codec, dtype).block))
     faults = differing(codec, [form], given, threads=2, start=start)
     assert not faults, "\n".join(faults)
+
+
+# dtype, values, threads; threads share the largest rows, see emit/c_rows.py
+SINGLE = [(torch.float32, 1, 1), (torch.float32, 1025, 2), (torch.float32, 70000, 3)]
+HALF = [(torch.bfloat16, 5000, 3), (torch.float16, 70000, 2)]
+MOST = ("encode_ef", "decode_sum", "reduce_encode")  # together they have every part of the others
+# forms of selections in half precision
+FEW = [(SELECTIONS[5], MOST[:1], HALF[:1]), (SELECTIONS[4], MOST[2:], HALF[1:])]
+CASES = [(codec, MOST, SINGLE) for codec in SELECTIONS] + FEW
+CASES += [(codec, FORMS, SINGLE + HALF) for codec in SELECTIONS]
+
+
+@pytest.mark.parametrize(
+    ("codec", "some", "rows"),
+    [
+        pytest.param(*case, marks=[EXHAUSTIVE] if i == 1 or i >= len(SELECTIONS + FEW) else [])
+        for i, case in enumerate(CASES)
+    ],
+    ids=repr,
+)
+def test_selections_agree_and_allocate_nothing(codec: Codec, some: Any, rows: Any) -> None:
+    # the workspace first: payloads that encode has to write precede those that decode reads
+    faults = triton_checks.strays(codec, [90_000, 0], "c", ["encode", *some])
+    for dtype, n, threads in rows:
+        faults += differing(codec, some, [fixed(n, dtype)], threads)
+    assert not faults
+    assert not {"malloc", "calloc", "realloc", "alloca"} & set(re.findall(r"\w+", source(codec)))
+
+
+def test_topk_equals_a_sort() -> None:
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(17))
+    values[values == 0] = 0.5  # below, values that are not 0 count as selected
+    values[::7] = values[3]  # ties
+    rows = [(values, density) for density in (0.001, 0.01, 0.1, 1.0)]
+    rows += [(torch.arange(90_000.0), 0.01), (-torch.arange(90_000.0).flip(0), 0.01)]
+    for values, density in rows:
+        k = max(1, int(density * values.numel()))
+        order = torch.argsort(values.abs(), descending=True, stable=True)[:k]
+        for threads in (1, 2):
+            decoded = round_trip(TopK(density, "fp32"), values, threads=threads)
+            assert torch.equal(decoded.nonzero().flatten(), order.sort().values), density
+            assert torch.equal(decoded[order], values[order]), density
+
+
+def test_many_small_rows_are_selected_independently() -> None:
+    rows = [gradient(n, seed=n) for n in (1, 9, 10, 999, 0, 3000)]
+    alone = [call(TopK(0.1), "encode", row).payload for row in rows]
+    payloads = [torch.zeros_like(p) for p in alone]
+    kernels(TopK(0.1), target="c").run("encode", table(rows, payloads, key=7), threads=2)
+    assert all(map(torch.equal, payloads, alone))
+
+
+# ---- long chains of operators with shared operands: work is linear in them, and nothing recurses
+
+# Work that is repeated per use of an operand doubles with every link, so these tests would not end;
+# a recursion ends in RecursionError.
+
+
+@pytest.mark.parametrize(
+    "codec", one_in(2, [other_codecs.Everywhere(100), other_codecs.Decoded(100)]), ids=repr
+)
+def test_200_operators_with_shared_operands(codec: Codec) -> None:
+    values = gradient(100)
+    payload = encode(codec, values, target="eager")
+    assert torch.equal(payload, encode(codec, values, target="c"))
+    decoded = [decode(codec, payload, 100, target=target) for target in ("eager", "c")]
+    assert torch.equal(*decoded)
+    assert decoded[0].any()
+    assert "def encode_0(" in show(codec, "triton")
+    assert len(repr(ir.alu("add", ir.const(1.0), ir.const(2.0)))) < 200
+
+
+@pytest.mark.parametrize(
+    "codec", [other_codecs.Decoded(1000), other_codecs.Matrices(1000)], ids=repr
+)
+def test_2000_operators(codec: Codec) -> None:
+    payload = encode(codec, torch.ones(70), target="eager")
+    assert torch.isfinite(decode(codec, payload, 70, target="eager")).all()
+    for stage in ("ir", "c", "triton"):
+        assert show(codec, stage)
+
+
+# ---- how programs are lowered
 
 
 def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None:
@@ -195,9 +131,9 @@ def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None
 
 def test_block_results_of_an_earlier_sweep_are_recalled() -> None:
     """3LC's flags depend only on the maximum of every block, so their sweep reads no values."""
-    programs = forms.derive(ThreeLC(), "fp32").programs
+    made = forms.derive(ThreeLC(), "fp32").programs
     for form in ("encode", "encode_ef", "reduce_encode"):
-        _, flags, codes = passes.lower(programs[form])
+        _, flags, codes = passes.lower(made[form])
         assert not flags.loops
         assert {type(s) for s in flags.steps} == {Recall, Scalars, Put}
         assert [s.index for s in codes.steps if isinstance(s, Recall)] == [0]
@@ -207,11 +143,11 @@ def test_block_results_of_an_earlier_sweep_are_recalled() -> None:
 
 
 def test_codes_of_elements_are_looked_up_by_a_step() -> None:
-    programs = forms.derive(Looked(), "fp32").programs
-    (sweep,) = passes.lower(programs["decode"])
+    made = forms.derive(Looked(), "fp32").programs
+    (sweep,) = passes.lower(made["decode"])
     steps = [s for s in sweep.steps if isinstance(s, LookUp)]
     assert sorted(len(s.numbers) for s in steps) == [8, 32, 256]  # one per code
-    (sweep,) = passes.lower(programs["encode"])
+    (sweep,) = passes.lower(made["encode"])
     kinds = [type(s) for s in sweep.steps]
     assert kinds.index(Loop) < kinds.index(LookUp), "a loop computes the codes first"
     first = next(s for s in sweep.steps if isinstance(s, Loop))
@@ -229,7 +165,7 @@ def test_a_where_of_constants_has_a_known_range() -> None:
 def test_every_draw_has_its_own_stream() -> None:
     roots = forms.derive(Odd(), "fp32").programs["encode"].roots
     assert sorted(n.attr.number for n in ir.walk(roots) if n.op == "random") == [0, 1]
-    roots = forms.derive(SharedNoise(), "fp32").programs["encode_ef"].roots
+    roots = forms.derive(other_codecs.SharedNoise(), "fp32").programs["encode_ef"].roots
     (stream,) = {n.attr for n in ir.walk(roots) if n.op == "random"}  # both sides draw the same
     assert stream.shared
 

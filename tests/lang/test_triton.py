@@ -7,28 +7,29 @@ thousand values has a full tile, one that is not full, and its ragged last block
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import ProcessPoolExecutor
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton_checks
+from other_codecs import ODD, SELECTIONS, Kept, ManyBlocks, Trits
 from test_float8 import Stored, borders
-from test_programs import CODECS as PROGRAMS
-from test_selections import CODECS as SELECTIONS
 from test_targets import NON_FINITE, SPECIAL
 
 from codec_calls import CODECS, DTYPES, WIDTHS
 from gradwire import codecs
-from gradwire.codecs import QSGD, Codec, GradDrop, HardThreshold, Identity, LowRank
+from gradwire.codecs import QSGD, Codec, TopK
 from gradwire.errors import ConfigError
-from gradwire.lang import encode, ir, kernels, layout, show
-from gradwire.lang.emit import ALU, CASTS, triton
+from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
+from gradwire.lang.emit import ALU, CASTS, triton, triton_rows
 from gradwire.lang.forms import FORMS
-from gradwire.lang.ops import abs, concat, map, reduce, uint
-from products import EXHAUSTIVE
+from products import EXHAUSTIVE, one_in
 
+Interpreted = Callable[..., Any]  # conftest.py
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="triton is not installed here"
@@ -37,22 +38,8 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class ManyBlocks(Codec):
-    """Reductions over more blocks than one pass reduces."""
-
-    def encode(self, g: Any) -> Any:
-        x = g.blocks(2)
-        total, largest = reduce(sum, reduce(sum, x)), reduce(max, reduce(max, abs(x)))
-        code = map(lambda v: (v / largest + 1.0) * 7.0, x)
-        return concat(total=total, largest=largest, code=uint(4, code))
-
-    def decode(self, total: Any, largest: Any, code: Any) -> Any:
-        return map(lambda k: (k / 7.0 - 1.0) * largest + total * 0.0, code)
-
-
 SPECIALS = (SPECIAL * 5, NON_FINITE * 9 + SPECIAL)
-ALIKE = (GradDrop, HardThreshold)  # use the same kernels as DGC and TopK
+ALIKE = (codecs.GradDrop, codecs.HardThreshold)  # use the same kernels as codecs.DGC and TopK
 # forms that together have every part of the others
 MOST = ("decode_add", "decode_sum", "encode_ef", "reduce_encode")
 REST = tuple(form for form in FORMS if form not in MOST)
@@ -101,8 +88,8 @@ FEW = [
     wide(QSGD(rounding="stochastic"), ("decode_sum", "encode_ef")),
     Case(QSGD(), ("decode", "decode_sum"), BF16),  # redraws
     Case(QSGD(bits=7, scale="l2", block=50, rounding="nearest"), ("encode", "decode_add"), FP16),
-    Case(Identity(), ("encode", "reduce_encode_ef"), FP16),
-    Case(Identity(), ("encode_ef", "decode"), sizes=(4096 + 1024 + 3, 1, 1024)),
+    Case(codecs.Identity(), ("encode", "reduce_encode_ef"), FP16),
+    Case(codecs.Identity(), ("encode_ef", "decode"), sizes=(4096 + 1024 + 3, 1, 1024)),
     Case(NAMED["fp16"], ("encode", "decode"), BF16),
     Case(NAMED["fp8"], ("encode", "decode", "reduce_encode_ef"), BF16),
     Case(Stored(), ("encode_ef",), given=(borders().tolist(),)),
@@ -120,12 +107,18 @@ FEW = [
     Case(NAMED["adacomp"], ("decode_add", "encode"), **SPARSE),
     Case(NAMED["graddrop"], ("decode",), **SPARSE),
     Case(NAMED["hardthreshold"], ("decode",), **SPARSE),
-    Case(WIDTHS[-1], ("decode",), **SPARSE),  # MSTopK
+    Case(WIDTHS[-1], ("decode",), **SPARSE),  # codecs.MSTopK
     Case(WIDTHS[0], ("encode", "decode")),  # 1 bit
-    *(Case(codec, ("reduce_encode", "decode")) for codec in (*PROGRAMS[2:4], ManyBlocks())),
+    *(Case(codec, ("reduce_encode", "decode")) for codec in (*ODD[2:4], ManyBlocks())),
     Case(SELECTIONS[-1], ("decode_sum",), **SPARSE),
+    Case(Trits(), ("encode", "decode"), sizes=(300, 1), given=()),
 ]
+TIES = ([1.0, -1.0, 0.5] * 300, [2.0] * 9000, [0.0] * 700)  # the second over several tiles
 MANY = [
+    *(
+        Case(codec, ("encode_ef", "reduce_encode"), sizes=(), given=TIES)
+        for codec in (TopK(0.02, "fp32"), TopK(1.0))
+    ),
     *(wide(codec, forms) for codec in CODECS for forms in (MOST, REST)),
     *(narrow(codec, dtype) for codec in CODECS for dtype in DTYPES[1:]),
     *(
@@ -134,25 +127,24 @@ MANY = [
     ),
     *(
         Case(codec, forms, sizes=(5000, 1) if layout(codec).staged else (5000, 1, 70))
-        for codec in [*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]]
+        for codec in [*ODD, ManyBlocks(), *SELECTIONS[3:]]
         for forms in (MOST, REST)
     ),
 ]
 
 
-def test_triton_equals_eager(interpreting: ProcessPoolExecutor) -> None:
+def test_triton_equals_eager(interpreted: Interpreted) -> None:
     """In a few forms of every codec, and of programs beyond the codecs."""
-    asked = {str(case): interpreting.submit(case.differences) for case in FEW}
-    faults = {name: found for name, future in asked.items() if (found := future.result())}
+    faults = {str(case): found for case in FEW if (found := interpreted(case.differences))}
     assert not faults
-    assert {made for made, _ in codecs.REGISTRY.values()} - {LowRank} <= {
+    assert {made for made, _ in codecs.REGISTRY.values()} - {codecs.LowRank} <= {
         type(case.codec) for case in FEW
     }
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=EXHAUSTIVE) for case in MANY], ids=str)
-def test_every_form_equals_eager(interpreting: ProcessPoolExecutor, case: Case) -> None:
-    assert interpreting.submit(case.differences).result() == ""
+def test_every_form_equals_eager(interpreted: Interpreted, case: Case) -> None:
+    assert interpreted(case.differences) == ""
 
 
 def test_the_rules_are_complete() -> None:
@@ -174,4 +166,89 @@ def test_the_source_can_be_shown() -> None:
     text = show(QSGD(), "triton")
     assert "def reduce_encode_ef_0(" in text
     compile(text, "shown", "exec")
-    assert show(LowRank(), "triton").startswith("# no Triton")
+    assert show(codecs.LowRank(), "triton").startswith("# no Triton")
+
+
+# ---- selections: malformed payloads, launches, workspace
+
+
+@pytest.mark.parametrize("form", one_in(3, ["decode_sum", "decode_add", "decode"]))
+def test_malformed_payloads(interpreted: Interpreted, form: str) -> None:
+    """A payload that no encode makes is refused, or decoded to the same on all targets.
+
+    Then a codec whose blocks are kept: its flags may be any byte.
+    """
+    codec, numel = TopK(0.05), 700
+    counts, positions = layout(codec).offsets(numel)[:2]
+    chance = random.Random(form)
+    edits = [
+        {},
+        {counts: 255, counts + 1: 255},  # too many entries
+        dict.fromkeys(range(positions, positions + 35), 255),
+        {counts: 0, counts + 2: 0},  # fewer entries than positions: later parts begin elsewhere
+        {positions: 255},  # out of order
+        {chance.randrange(positions): chance.randrange(256)},
+        {positions + chance.randrange(35): chance.randrange(256)},
+    ]
+    asked = interpreted(triton_checks.verdicts, codec, numel, form, edits)
+    assert set(asked) <= {"refused", "decoded"}, (asked, edits)
+    assert asked[:3] == ["decoded", "refused", "refused"]
+    flags = layout(Kept()).offsets(500)[1]
+    edits = [{flags: 255, flags + 1: 7}, dict.fromkeys(range(flags, flags + 16), 1)]
+    asked = interpreted(triton_checks.verdicts, Kept(), 500, "decode_sum", edits)
+    assert asked == ["decoded", "decoded"]
+
+
+def test_a_malformed_payload_is_reported_to_its_caller(interpreted: Interpreted) -> None:
+    codec, numel = TopK(0.05), 300
+    counts = layout(codec).offsets(numel)[0]
+    bad = {counts: 255, counts + 1: 255}
+    assert interpreted(triton_checks.marked, codec, numel, bad) == []
+    # there is no mark if no payload can be malformed
+    for target in ("c", "eager"):
+        assert kernels(codec, torch.float32, target).mark() is None
+    asked = interpreted(triton_checks.has_mark, [QSGD(), codec, codecs.ThreeLC()])
+    assert asked == [False, True, True]
+
+
+# launches per form: encode, encode_ef, decode, decode_add, decode_sum, reduce_encode, .._ef
+LAUNCHES = {
+    QSGD(): [1, 1, 1, 1, 1, 1, 1],
+    codecs.TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
+    codecs.ThreeLC(): [5, 5, 2, 2, 2, 6, 6],
+    TopK(): [13, 13, 2, 2, 2, 14, 14],
+    codecs.AdaComp(): [15, 15, 2, 2, 2, 16, 16],
+    codecs.DGC(): [22, 22, 2, 2, 2, 23, 23],
+    codecs.MSTopK(): [42, 42, 2, 2, 2, 14, 14],
+}
+
+
+@pytest.mark.parametrize("codec", one_in(7, list(LAUNCHES)[2:] + list(LAUNCHES)[:2]), ids=repr)
+def test_launches_do_not_depend_on_the_number_of_rows(
+    interpreted: Interpreted, codec: Codec
+) -> None:
+    found = interpreted(triton_checks.launches, codec, [50, 1, 30])
+    assert list(found.values()) == LAUNCHES[codec], found
+
+
+@pytest.mark.parametrize(
+    "codec", one_in(4, [NAMED["threelc"], NAMED["dgc"], TopK(0.3), Trits()]), ids=repr
+)
+def test_kernels_stay_in_their_workspace(interpreted: Interpreted, codec: Codec) -> None:
+    assert interpreted(triton_checks.strays, codec, [0, 170]) == []
+
+
+@EXHAUSTIVE
+def test_the_table_agrees_with_the_layout() -> None:
+    """Offsets in a payload and capacities, for all rows at once."""
+    rows = np.zeros(5, ROW)
+    rows["numel"] = sizes = [1, 79, 4096, 10_001, 100_000]
+    for codec in (TopK(0.013), codecs.ThreeLC(), Trits(), codecs.AdaComp()):
+        lay = layout(codec)
+        table = tiles.divide(rows, lay).table
+        for name, expected in (
+            ("tail", [lay.offsets(n)[-1] for n in sizes]),
+            ("capacity", [lay.capacity(n) for n in sizes]),
+        ):
+            assert table[:, tiles.COLUMN[name]].tolist() == expected, (codec, name)
+    assert triton_rows.statistics([]) == []

@@ -14,16 +14,7 @@ import pytest
 
 from codec_calls import CODECS
 from gradwire import codecs
-from gradwire.codecs import (
-    QSGD,
-    Cast,
-    Codec,
-    GradDrop,
-    HardThreshold,
-    Identity,
-    LearnedLevels,
-    RandomShift,
-)
+from gradwire.codecs import QSGD, Cast, Codec, Identity
 from gradwire.lang import forms, gpu, layout
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
@@ -44,7 +35,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-ALIKE = (Cast, GradDrop, HardThreshold, RandomShift)  # use others' kernels
+ALIKE = (Cast, codecs.GradDrop, codecs.HardThreshold, codecs.RandomShift)  # use others' kernels
 STOCHASTIC = QSGD(rounding="stochastic")
 OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
 NAMED = {codecs.name_of(codec): codec for codec in reversed(CODECS)}
@@ -56,7 +47,7 @@ FEW = [
     (QSGD(), "decode_sum", "sm_80"),  # redraws
     (QSGD(bits=5, block=100, scale="l2", rounding="nearest"), "encode", "gfx942"),
     (Identity(), "encode", "sm_90"),
-    (LearnedLevels(), "decode", "sm_80"),
+    (codecs.LearnedLevels(), "decode", "sm_80"),
     (NAMED["randomk"], "encode", "sm_80"),
     (NAMED["rotated"], "encode", "gfx942"),
     (NAMED["dgc"], "encode", "sm_90"),
@@ -82,19 +73,12 @@ def compiled(codec: Codec, form: str, target: str) -> list[Any]:
     """The kernels of a form's sweeps."""
     gpu_target = TARGETS[target]
     options = gpu.options(layout(codec), gpu_target.warp_size)
-    return [
-        compiler.compile(
-            compiler.ASTSource(
-                fn=kernel,
-                signature={name: SIGNATURE[name] for name in kernel.arg_names},
-                constexprs={},
-            ),
-            target=gpu_target,
-            options=options,
-        )
+    made = [
+        compiler.ASTSource(kernel, {name: SIGNATURE[name] for name in kernel.arg_names}, {})
         for step, kernel, *_ in gpu.load(triton.source(codec)).STEPS[form]
         if step == "sweep"
     ]
+    return [compiler.compile(one, target=gpu_target, options=options) for one in made]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ class Memory:
     sources: torch.Tensor
     rows: np.ndarray
     stride: int
+    error: CodecError | None = None  # of the call after which this is the memory
 
     def on(self, device: str) -> Memory:
         """A copy on a device."""
@@ -79,36 +81,26 @@ class Memory:
         self, codec: Codec, form: str, target: str, ranks: int = 1, rank: int = 0,
         device: str = "cpu",
     ) -> Memory:  # fmt: skip
-        """Run a form on a copy of this memory on a device; returns the copy."""
-        left, error = self.attempt(codec, form, target, ranks, rank, device)
-        if error is not None:
-            raise error
-        return left
-
-    def attempt(
-        self, codec: Codec, form: str, target: str, ranks: int, rank: int, device: str
-    ) -> tuple[Memory, CodecError | None]:
-        """The memory after `run`, and the error that it raises."""
-        copy = self.on(device)
-        made, error = kernels(codec, self.values.dtype, target), None
+        """Run a form on a copy of this memory on a device; returns the copy, with the error as an
+        attribute of it if the payload is refused."""
+        copy, error = self.on(device), None
         try:
-            at = distances(self.stride)
-            made.run(form, copy.rows, ranks=ranks, rank=rank, distances=at, factor=1 / 3)
+            kernels(codec, self.values.dtype, target).run(
+                form, copy.rows, ranks=ranks, rank=rank, distances=distances(self.stride),
+                factor=1 / 3,
+            )  # fmt: skip
         except CodecError as raised:
             error = raised
-        return Memory(*(t.cpu() for t in copy.tensors), self.rows, self.stride), error
+        return Memory(*(t.cpu() for t in copy.tensors), self.rows, self.stride, error)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.values, self.residual, self.payload, self.sources
 
     def unequal(self, other: Memory) -> list[str]:
-        equal = {
-            "values": same(self.values, other.values),
-            "residual": same(self.residual, other.residual),
-            "payload": torch.equal(self.payload, other.payload),
-        }
-        return [name for name, is_equal in equal.items() if not is_equal]
+        parts = ("values", "residual", "payload")
+        found = [p for p in parts if not same(getattr(self, p), getattr(other, p))]
+        return found if self.error is other.error is None else [*found, f"error: {self.error}"]
 
 
 def distances(stride: int) -> np.ndarray:
@@ -121,13 +113,14 @@ def moved(old: torch.Tensor, new: torch.Tensor) -> np.uint64:
     return np.uint64((new.data_ptr() - old.data_ptr()) % 2**64)
 
 
-def memory(lay: Layout, values: list[torch.Tensor]) -> Memory:
-    """Memory for rows of these values."""
+def memory(lay: Layout, values: list[torch.Tensor], stride: int = 0) -> Memory:
+    """Memory for rows of these values; peers' payloads are `stride` bytes apart, or side by
+    side."""
     sizes = [v.numel() for v in values]
     bytes_each = [lay.nbytes(n) for n in sizes]
     starts = np.cumsum([0, *(n + GAP for n in sizes)])  # the first row is aligned, others are not
     at = np.cumsum([1, *(b + GAP for b in bytes_each)])
-    stride = max(bytes_each) + 1
+    stride = stride or max(bytes_each) + 1
     made = Memory(
         torch.full((int(starts[-1]),), 7.0, dtype=values[0].dtype),
         gradient(int(starts[-1]), seed=4),
@@ -196,36 +189,28 @@ def verdicts(
 ) -> list[str]:
     """For every edit ({offset: byte}) of a valid payload: "refused" or "decoded" if both targets
     agree, else what is wrong."""
-    lay = layout(codec)
-    made = with_payloads(codec, memory(lay, [gradient(numel, seed=1)]))
+    made = with_payloads(codec, memory(layout(codec), [gradient(numel, seed=1)]))
     at = int(made.rows["payload"][0]) - made.payload.data_ptr()
-    valid = made.payload.clone()
-    return [_verdict(codec, form, made, at, valid, edit, device) for edit in edits]
+    valid, ranks = made.payload.clone(), PEERS + 1 if form == "decode_sum" else 1
 
+    def verdict(edit: dict[int, int]) -> str:
+        made.payload.copy_(valid)
+        for place, byte in edit.items():
+            made.payload[at + place] = byte
+            made.sources[place] = byte  # the first peer's
+        ways = (("eager", "cpu"), ("triton", device))
+        left = [made.run(codec, form, target, ranks, 0, place) for target, place in ways]
+        said = ["decoded" if after.error is None else "refused" for after in left]
+        if said[0] != said[1]:
+            return f"eager {said[0]}, triton {said[1]}"
+        if said[0] == "decoded" and left[1].unequal(left[0]):
+            return "decoded to something else"
+        # only the row's values may change, whatever the payload contains
+        left[1].values[:numel], left[1].error = made.values[:numel], None
+        stray = left[1].unequal(made)
+        return f"stray writes: {stray}" if stray else said[0]
 
-def _verdict(
-    codec: Codec, form: str, made: Memory, at: int, valid: torch.Tensor, edit: dict[int, int],
-    device: str,
-) -> str:  # fmt: skip
-    made.payload.copy_(valid)
-    for place, byte in edit.items():
-        made.payload[at + place] = byte
-        made.sources[place] = byte  # the first peer's
-    said, left = [], []
-    for target, place in (("eager", "cpu"), ("triton", device)):
-        ranks = PEERS + 1 if form == "decode_sum" else 1
-        after, error = made.attempt(codec, form, target, ranks, 0, place)
-        said.append("decoded" if error is None else "refused")
-        left.append(after)
-    if said[0] != said[1]:
-        return f"eager {said[0]}, triton {said[1]}"
-    if said[0] == "decoded" and left[1].unequal(left[0]):
-        return "decoded to something else"
-    # only the row's values may change, whatever the payload contains
-    numel = int(made.rows["numel"][0])
-    left[1].values[:numel] = made.values[:numel]
-    stray = left[1].unequal(made)
-    return f"stray writes: {stray}" if stray else said[0]
+    return [verdict(edit) for edit in edits]
 
 
 def marked(codec: Codec, numel: int, bad: dict[int, int], device: str = "cpu") -> list[str]:
@@ -298,16 +283,20 @@ def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[st
     return found
 
 
-def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
-    """Forms that write beyond their workspace."""
+def strays(
+    codec: Codec, sizes: Sequence[int], target: str = "triton", forms: Sequence[str] = FORMS
+) -> list[str]:
+    """Forms that write beyond their workspace, on some number of threads."""
     made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
-    k, wrong = kernels(codec, torch.float32, "triton"), []
-    for form in FORMS:
+    k, wrong, at = kernels(codec, torch.float32, target), [], distances(made.stride)
+    for threads, form in product((1, 3) if target == "c" else (1,), forms):
         ranks = PEERS + 1 if form in SUMS else 1
-        needed = k.workspace_nbytes(made.rows["numel"], 1, ranks)
+        needed = k.workspace_nbytes(made.rows["numel"], threads, ranks)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
-        at = distances(made.stride)
-        k.run(form, made.rows, ranks=ranks, distances=at, factor=1 / 3, workspace=workspace)
+        k.run(
+            form, made.rows, ranks=ranks, distances=at, factor=1 / 3, threads=threads,
+            workspace=workspace,
+        )  # fmt: skip
         if not bool((workspace[needed:] == 0xA5).all()):
-            wrong.append(form)
+            wrong.append(f"{form} on {threads} threads")
     return wrong

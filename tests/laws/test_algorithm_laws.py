@@ -6,6 +6,7 @@ test_collective_laws.py and test_shard_laws.py have the laws that every single r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,22 +83,18 @@ SHAPES = {
     "2 of 2": hierarchical((0, 0, 1, 1)),
     "3 of 1 and 1 of 2": hierarchical((0, 1, 2, 3, 3), inside="full"),
     "5 in a grid": hierarchical((0, 1, 2, 3, 4, 4), between="grid"),
+    "shards of pairs": shards.way("pairs", 5),
+    "shards of one and the rest": shards.way("one_and_the_rest", 5, "full"),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_law_3_qsgd_on_several_machines(shape: str) -> None:
-    options = SHAPES[shape]
+    options, codec, lengths = SHAPES[shape], QSGD(bits=2, block=80), None
+    if shape.startswith("shards"):
+        codec, lengths = replace(codec, rounding="stochastic"), (200_000, 0, 0, 0, 0)
     assert options.nodes is not None
-    given = drawn(len(options.nodes))
-    check_unbiased(given, QSGD(bits=2, block=80), options, repeats=20_000)
-
-
-@pytest.mark.parametrize(("machines", "inside"), [("pairs", "codec"), ("one_and_the_rest", "full")])
-def test_law_3_qsgd_of_shards_on_several_machines(machines: str, inside: str) -> None:
-    codec, options = QSGD(bits=2, block=80, rounding="stochastic"), shards.way(machines, 5, inside)
-    lengths = (200_000, 0, 0, 0, 0)
-    check_unbiased(drawn(5), codec, options, lengths, repeats=20_000)
+    check_unbiased(drawn(len(options.nodes)), codec, options, lengths, repeats=20_000)
 
 
 def test_law_3_a_codec_that_scales_is_unbiased_through_all_gather() -> None:

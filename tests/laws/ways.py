@@ -1,11 +1,17 @@
-"""The algorithms of all-reduce that laws are asserted for."""
+"""The algorithms and codecs that laws of collectives are asserted for, and law 2 itself."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
-from gradwire import Options
+import torch
+
+from gradwire import Codec, ConfigError, Options, codecs
+from gradwire.collectives import check_defined
+from gradwire.lang import layout
+from laws.drawing import Case
 
 
 def hierarchical(nodes: tuple[int, ...], **how: Any) -> Options:
@@ -39,3 +45,44 @@ WAYS: dict[str, Any] = {
     ),
     "anywhere": anywhere,
 }
+
+CODECS: dict[str, Codec] = {
+    **{name: codecs.get(name) for name in codecs.REGISTRY},
+    "qsgd3": codecs.get("qsgd", bits=3, block=64, metadata="fp32"),
+    "qsgd8": codecs.get("qsgd", bits=8, block=16, scale="max", rounding="nearest"),
+    "qsgd2": codecs.get("qsgd", bits=2, scale="l2"),
+    "stochastic": codecs.get("qsgd", rounding="stochastic"),
+    "ternary": codecs.get("terngrad", form="ternary"),
+    "topk": codecs.get("topk", density=0.05),
+    "randomk": codecs.get("randomk", density=0.1),
+    "hardthreshold": codecs.get("hardthreshold", threshold=2.0, density=0.1),
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def defined(codec: str, algorithm: str, operation: str = "all_reduce") -> bool:
+    try:
+        check_defined(algorithm, CODECS[codec], operation)
+    except ConfigError:
+        return False
+    return True
+
+
+def kind(case: Case) -> Case:
+    """The codec, as far as messages depend on it."""
+    data_dependent = layout(CODECS[case["codec"]]).data_dependent
+    return {"kind": "packed" if data_dependent else case["codec"] in ("identity", "qsgd")}
+
+
+def lost(case: Case, brought: Any, reduced: torch.Tensor, kept: Any) -> Iterator[str]:
+    """Law 2, in float64: gradients and residuals before are what was reduced, and the residuals
+    after."""
+    dtype, n = DTYPES[case["dtype"]], case["n"]
+    # Results, and sums inside a machine, are rounded to the gradient's dtype.
+    slack = torch.finfo(dtype).eps * 4 * n if dtype != torch.float32 else 1e-5
+    total = reduced.double() * (n if case["op"] == "avg" else 1)
+    if total.numel():
+        off = float((total + kept - brought).abs().max())
+        largest = max(1.0, float(total.abs().max()), float(brought.abs().max()))
+        if not off <= slack * largest:
+            yield f"{off} of {largest} is lost"

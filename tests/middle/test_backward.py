@@ -68,7 +68,7 @@ def test_an_exception_in_one_ranks_backward(rank: int) -> None:
         group = dist.new_group(timeout=LIMIT)
         models = [DDP(net(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
         for model in models:
-            gw.attach(model, coalesce_bytes=coalesce)
+            gw.attach(model, options=gw.Options(coalesce_bytes=coalesce))
         train(models, range(4))
         dist.barrier()
         outputs = [model(batch(4)) for model in models]
@@ -82,7 +82,7 @@ def test_an_exception_in_one_ranks_backward(rank: int) -> None:
 def test_an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
     """Every rank's backward fails at one place, as with a bad batch: training may go on."""
     model = DDP(net(), bucket_cap_mb=0.005)
-    gw.attach(model, coalesce_bytes=0)
+    gw.attach(model, options=gw.Options(coalesce_bytes=0))
     train([model], range(2))
 
     def fail() -> None:
@@ -99,33 +99,27 @@ def test_an_exception_on_every_rank_is_each_ranks_own(rank: int) -> None:
 
 def test_detach_inside_backward_takes_effect_at_its_end(rank: int) -> None:
     for coalesce in (0, 1 << 18):
-        assert detaches(coalesce) == 4
-
-
-def detaches(coalesce: int) -> int:
-    """The steps that went through gradwire."""
-    model, plain = DDP(net(), bucket_cap_mb=0.005), DDP(net(), bucket_cap_mb=0.005)
-    handle = gw.attach(model, "qsgd", bits=8, coalesce_bytes=coalesce)
-    train([model], range(3))
-    train([plain], range(3))
-    output = model(batch(3))
-    model.zero_grad()
-    in_backward(model.module[2].weight, handle.detach)
-    output.square().mean().backward()
-    assert same_everywhere(gradients(model))
-    sent = int(handle.stats()["steps"]), int(handle.stats()["wire_bytes"])
-    # From the next pass on it averages plainly.
-    with torch.no_grad():
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            q.copy_(p)
-    train([model], range(4, 6))
-    train([plain], range(4, 6))
-    assert torch.equal(flat(model), flat(plain))
-    assert sent == (handle.stats()["steps"], handle.stats()["wire_bytes"])
-    gw.attach(model)  # anew
-    train([model], range(6, 8))
-    assert same_everywhere(flat(model))
-    return sent[0]
+        model, plain = DDP(net(), bucket_cap_mb=0.005), DDP(net(), bucket_cap_mb=0.005)
+        handle = gw.attach(model, "qsgd", bits=8, options=gw.Options(coalesce_bytes=coalesce))
+        train([model], range(3))
+        train([plain], range(3))
+        output = model(batch(3))
+        model.zero_grad()
+        in_backward(model.module[2].weight, handle.detach)
+        output.square().mean().backward()
+        assert same_everywhere(gradients(model))
+        sent = handle.stats()["wire_bytes"]
+        # From the next pass on it averages plainly.
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                q.copy_(p)
+        train([model], range(4, 6))
+        train([plain], range(4, 6))
+        assert torch.equal(flat(model), flat(plain))
+        assert (handle.stats()["steps"], handle.stats()["wire_bytes"]) == (4, sent)
+        gw.attach(model)  # anew
+        train([model], range(6, 8))
+        assert same_everywhere(flat(model))
 
 
 # ---- DDP's options, with two modules over one group
@@ -175,7 +169,8 @@ def pairs(way: str, codec: str | None) -> None:
 
     models = pair()
     handles = [
-        gw.attach(m, codec, coalesce_bytes=c) for m, c in zip(models, (0, 1 << 18), strict=True)
+        gw.attach(m, codec, options=gw.Options(coalesce_bytes=c))
+        for m, c in zip(models, (0, 1 << 18), strict=True)
     ]
     train(models, range(6))
     assert same_everywhere(flat(*models))
@@ -193,7 +188,7 @@ def test_a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
     """A checkpoint in memory, restored in one of two modules while the other goes on."""
     models = [DDP(net(m), bucket_cap_mb=0.005) for m in range(2)]
     handles = [
-        gw.attach(model, "qsgd", bits=2, error_feedback=True, coalesce_bytes=c)
+        gw.attach(model, "qsgd", bits=2, error_feedback=True, options=gw.Options(coalesce_bytes=c))
         for model, c in zip(models, (0, 1 << 18), strict=True)
     ]
     train(models, range(3))
@@ -208,3 +203,60 @@ def test_a_checkpoint_is_restored_while_identities_go_on(rank: int) -> None:
         assert same_everywhere(flat(*models))
         assert not torch.equal(flat(models[1]), other)
         other = flat(models[1])
+
+
+# ---- and a user's calls
+
+
+class Meter:
+    """All-reduces of the user's own, started in the middle of backward."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.running: list[tuple[int, torch.Tensor, object]] = []
+
+    def __call__(self, _: torch.Tensor) -> None:
+        number, self.calls = self.calls, self.calls + 1
+        values = torch.full((777 + number % 3,), float(dist.get_rank() + number))
+        future = gw.all_reduce(values, "identity", async_op=True, step=number)
+        self.running.append((number, values, future))
+
+    def check(self) -> None:
+        size = dist.get_world_size()
+        for number, values, future in self.running:
+            future.wait()  # type: ignore[attr-defined]
+            expected = number * size + size * (size - 1) / 2
+            assert torch.equal(values, torch.full_like(values, expected))
+        self.running.clear()
+
+
+@on(3, environment=of_transport(True))
+@on((2, 3), environment=of_transport(False), exhaustive=True)
+def test_two_modules_and_calls_over_one_group(rank: int) -> None:
+    """From the fourth step on, the modules' buckets come in a different order on each rank."""
+    models = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
+    plain = [DDP(mlp(20, 50 + seed, 40, 10, seed=seed), bucket_cap_mb=0.002) for seed in range(2)]
+    for model in models:
+        gw.attach(model, codec=None, options=gw.Options(coalesce_bytes=0))
+    meter = Meter()
+    for step in range(8):
+        x = batch(step, 4)
+        for each, calls in ((models, meter), (plain, None)):
+            order = [0, 1] if step < 3 or rank == 0 else [1, 0]
+            losses: dict[int, torch.Tensor] = {}
+            for at in order:
+                hidden = each[at](x)
+                if calls is not None:
+                    hidden.register_hook(calls)
+                losses[at] = hidden.square().mean()
+            for model in each:
+                model.zero_grad()
+            if calls is not None:
+                torch.stack(list(losses.values())).sum().backward()
+                continue
+            for at in range(2):  # torch's own all-reduces need one order
+                losses[at].backward()
+        meter.check()
+        for model, reference in zip(models, plain, strict=True):
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)

@@ -8,17 +8,22 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 from transports import over_both
 
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
-from ranks import caught, raises
+from products import exhaustive
+from ranks import at_once, caught, raises
+from rooms.decide import scripts
+from rooms.handles import switch
 from stress.worlds import of_transport
 
 pytestmark = [pytest.mark.multiprocess, *over_both(2)]
@@ -41,23 +46,34 @@ def test_a_fork_before_the_first_use_is_no_matter(rank: int) -> None:
 
 def test_two_groups_in_opposite_orders(rank: int) -> None:
     for cold in (True, False):
-        in_opposite_orders(rank, cold)
+        a, b = dist.new_group(timeout=LIMIT), dist.new_group(timeout=LIMIT)
+        if not cold:
+            for group in (a, b):
+                gw.all_reduce(torch.ones(10), "identity", group=group)
+        for step in range(20):
+            values = {a: torch.full((1000,), float(rank)), b: torch.full((3000,), float(rank))}
+            futures = [
+                gw.all_reduce(values[group], "identity", group=group, step=step, async_op=True)
+                for group in ((a, b) if rank == 0 else (b, a))
+            ]
+            for future in futures:
+                assert future is not None
+                assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
 
 
-def in_opposite_orders(rank: int, cold: bool) -> None:
-    a, b = dist.new_group(timeout=LIMIT), dist.new_group(timeout=LIMIT)
-    if not cold:
-        for group in (a, b):
-            gw.all_reduce(torch.ones(10), "identity", group=group)
-    for step in range(20):
-        values = {a: torch.full((1000,), float(rank)), b: torch.full((3000,), float(rank))}
-        futures = [
-            gw.all_reduce(values[group], "identity", group=group, step=step, async_op=True)
-            for group in ((a, b) if rank == 0 else (b, a))
-        ]
-        for future in futures:
-            assert future is not None
-            assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
+def test_threads_call_on_two_groups(rank: int) -> None:
+    """Calls of two threads on two groups, each in order."""
+    both = [dist.new_group(timeout=LIMIT) for _ in range(2)]
+    size = 2
+
+    def body(at: int) -> None:
+        for step in range(30):
+            values = torch.full((100 + 50 * at,), float(rank + step))
+            gw.all_reduce(values, "identity", group=both[at], step=step)
+            expected = size * step + size * (size - 1) / 2
+            assert torch.equal(values, torch.full_like(values, expected))
+
+    at_once(*(partial(body, at) for at in ((0, 1) if rank == 0 else (1, 0))))
 
 
 def test_the_first_asynchronous_call_does_not_block(rank: int) -> None:
@@ -130,10 +146,10 @@ def made_anew(rank: int, port: int) -> None:
         beside.get(f"gone {step}")  # torch itself needs rank 0's old store to be gone
 
 
-@pytest.mark.usefixtures("shm")
-def test_a_default_group_made_anew_on_its_port() -> None:
+@pytest.mark.parametrize("shm", [True, *exhaustive(False)])
+def test_a_default_group_made_anew_on_its_port(shm: bool) -> None:
     port = 20_000 + os.getpid() % 12_000  # below those that connections and port 0 get
-    finished(ends(2, made_anew, port, timeout=60))
+    finished(ends(2, made_anew, port, timeout=60, environment=of_transport(shm)))
 
 
 def test_whoever_asks_whether_a_group_lives_does_not_keep_it_alive() -> None:
@@ -261,26 +277,34 @@ def test_groups_that_come_and_go_leave_nothing(shm: bool) -> None:
 
 
 def test_a_forked_child_is_refused(rank: int) -> None:
+    """At once, and it may detach, though an update was pending in the parent."""
     gw.all_reduce(torch.ones(1000))
+    model = DistributedDataParallel(torch.nn.Linear(40, 40))
+    handle = gw.attach(model)
+    if rank == 1:
+        dist.barrier()
+    update = handle.update(bits=3)  # of rank 0 alone, so it is not prepared
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            gw.all_reduce(torch.ones(1000))
-            text = "nothing was raised"
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(sender, text.encode())
+        switch.CLOSING_S = scripts.CLOSING_S = 3600.0  # a wait that would end by itself
+        said = [str(caught(lambda: gw.all_reduce(torch.ones(1000))))]
+        said.append(str(caught(lambda: handle.update(bits=2))))
+        handle.detach()
+        os.write(sender, "\n".join([*said, f"{handle._reductions.installed}"]).encode())
         os._exit(0)
     ready, _, _ = select.select([receiver], [], [], 60)
     os.kill(child, 9)
     os.waitpid(child, 0)
-    gw.all_reduce(torch.ones(1000), step=1)  # the parent continues
+    if rank == 0:
+        dist.barrier()
+    update.wait()  # the parent continues
+    gw.all_reduce(torch.ones(1000), step=1)
+    handle.detach()
     assert ready, "the child hangs"
-    said = os.read(receiver, 4096).decode()
-    assert said.startswith("ConfigError"), said
-    assert "fork" in said
-    assert "spawn" in said
+    first, second, attached = os.read(receiver, 4096).decode().split("\n")
+    assert attached == "False"
+    assert all("this process was forked" in said and "spawn" in said for said in (first, second))
 
 
 def begun_alone(rank: int) -> str:

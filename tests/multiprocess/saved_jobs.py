@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from adaptive_model import layers, model_of
-from sharded_model import digest, owed, own_mesh, sharded
+from scenario import digest, layers, model_of, owed, own_mesh, sharded
 from test_automatic import clocked, how
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,14 +32,15 @@ TRIED = 40, 44  # where trials come before
 
 def remembering(group: Any) -> tuple[Any, gw.Handle]:
     """A policy whose second decision depends on what it saw at the first, which changes nothing."""
-    how = {"error_feedback": True, "policy": "accordion", "replan": OFTEN}
+    how = {"error_feedback": True, "policy": replace(OFTEN, policy="accordion")}
     return (model := model_of("ddp", group)), gw.attach(model, "qsgd:bits=4", **how)
 
 
 def learning(group: Any) -> tuple[Any, gw.Handle]:
     """Beside a policy, learned levels of weights, and references."""
-    weights = {"weights": {"*.weight": "learnedlevels:bits=4:block=128"}, "keep": "reference"}
-    how = {"error_feedback": True, "policy": "lgreco", "replan": CHECKED, **weights}
+    weights = {"*.weight": "learnedlevels:bits=4:block=128"}
+    how: dict[str, Any] = {"error_feedback": True, "policy": CHECKED, "weights": weights}
+    how["options"] = gw.Options(keep="reference")
     return (model := model_of("fsdp2", group)), gw.attach(model, "topk:density=0.05", **how)
 
 
@@ -49,7 +50,7 @@ def choosing_both(group: Any) -> tuple[Any, gw.Handle]:
     with torch.no_grad():
         for number, size in ((0, 30.0), (4, 0.03)):
             model[number].weight.mul_(size)
-    how = {"error_feedback": True, "policy": "lgreco", "replan": OFTEN}
+    how = {"error_feedback": True, "policy": OFTEN}
     return model, gw.attach(model, "topk:density=0.05", weights="randomshift:bits=5", **how)
 
 
@@ -57,7 +58,7 @@ def automatic(group: Any) -> tuple[Any, gw.Handle]:
     """A plan that trials choose, which no state has: here one with residuals."""
     model = model_of("ddp", group)
     auto = gw.Auto((), ("powersgd:rank=2",), policy=None, trial=1, watch=0)
-    handle: Any = gw.attach(model, "auto", auto=auto)
+    handle: Any = gw.attach(model, auto)
     clocked(handle, lambda: 1.0 if "powersgd" in how(handle)["0.weight"] else 30.0)
     return model, handle
 
@@ -65,8 +66,7 @@ def automatic(group: Any) -> tuple[Any, gw.Handle]:
 def weighing(group: Any) -> tuple[Any, gw.Handle]:
     """A policy that begins with a trial of DDP's buckets."""
     model = DDP(layers(), process_group=group, bucket_cap_mb=0.05)
-    how = {"policy": "lgreco", "replan": gw.Replan(weigh="time")}
-    return model, gw.attach(model, "qsgd:bits=4", **how)
+    return model, gw.attach(model, "qsgd:bits=4", policy=gw.Replan(weigh="time"))
 
 
 def aggregating(group: Any) -> tuple[Any, gw.Handle]:
@@ -83,7 +83,8 @@ def many_parameters(group: Any, keep: str | None) -> tuple[Any, gw.Handle]:
     weights = dict.fromkeys(("embedding", "second.weight", "spare.weight"), "randomshift:bits=4")
     weights |= dict.fromkeys(("first.weight", "frozen.weight"), "learnedlevels:bits=4:block=128")
     codec = "learnedlevels:bits=3:block=128:rounding=stochastic"
-    how: dict[str, Any] = {"error_feedback": True, "weights": weights, "keep": keep}
+    kept = gw.Options(keep=keep)
+    how: dict[str, Any] = {"error_feedback": True, "weights": weights, "options": kept}
     return model, gw.attach(model, codec, codecs={"second.weight": "qsgd:bits=4"}, **how)
 
 
@@ -153,7 +154,7 @@ class Job:
 
     def decisions(self) -> list[Any]:
         """Those after the state was saved, but for their seconds."""
-        adaptation = self.handle.adaptation
+        adaptation = self.handle._reductions.adaptation
         rows = [] if adaptation is None else adaptation.history
         left = {"line", "seconds"}
         return [
@@ -171,7 +172,7 @@ class Job:
 
     def everything(self) -> list[str]:
         """All that loading a state may change."""
-        adaptation = self.handle.adaptation
+        adaptation = self.handle._reductions.adaptation
         deciders = {} if adaptation is None else adaptation._deciders
         of_policy = repr([(d.policy, d._last) for d in deciders.values()])
         return [self.state(), of_policy, *self.methods()]
@@ -213,6 +214,9 @@ class Job:
         said = [str(one.message) for one in warned]
         if way == "rank 0" and self.handle.world_size == 3 and self.kind != "automatic":
             assert any("residuals start at zero" in one for one in said), (self.kind, said)
+        if drops and way != "rank 0":
+            assert any("are dropped" in one for one in said), (self.kind, way, said)
+            assert not self.handle.state_dict()["aggregators"]
         assert_loaded(self, full, drops or way == "rank 0")
 
     def _load(self, way: str, folder: Path) -> None:
@@ -225,7 +229,7 @@ class Job:
                 set_state_dict(
                     self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
                 )
-            self.handle.load_checkpoint(folder / "dcp")
+            self.handle.load(folder / "dcp")
             return
         same = every == self.handle.world_size
         files = {
@@ -244,7 +248,8 @@ def assert_loaded(job: Job, full: Any, drops: bool) -> None:
     assert [state["rank"] for state in now["ranks"]] == list(range(now["world_size"]))
     assert all(state["steps"] == first["steps"] for state in now["ranks"])
     assert all(state.get("levels") == first.get("levels") for state in now["ranks"])
-    if job.handle.adaptation is not None and "policy" in first and job.kind != "automatic":
+    adapts = job.handle._reductions.adaptation is not None
+    if adapts and "policy" in first and job.kind != "automatic":
         assert all(state["parameters"] == first["parameters"] for state in now["ranks"])
         assert now["ranks"][0]["policy"] == first["policy"]
     if drops:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import FOUR, MATRICES, OFTEN, meshed, methods, model_of, steps, until_decided
-from sharded_model import dumped, loaded, unlike
+from scenario import (
+    FOUR,
+    MATRICES,
+    OFTEN,
+    methods,
+    model_of,
+    passes,
+    unlike,
+    until_decided,
+)
 
 import gradwire as gw
 from gradwire.controllers import Policy
@@ -31,8 +40,8 @@ def test_a_policy_changes_the_plan(
     rank: int, kind: str, codec: str, feedback: bool, mixed: bool
 ) -> None:
     model = model_of(kind)
-    how = {"error_feedback": feedback, "replan": replace(OFTEN, mixed=mixed)}
-    handle: Any = gw.attach(model, codec, policy=gw.LGreco(), **how)
+    often = replace(OFTEN, policy=gw.controllers.LGreco(), mixed=mixed)
+    handle: Any = gw.attach(model, codec, policy=often, error_feedback=feedback)
     uniform = handle.stats()["parameters"]
     until_decided(model, handle, 2, 1)
     found = methods(handle)
@@ -44,7 +53,7 @@ def test_a_policy_changes_the_plan(
     now = handle.stats()["parameters"]
     sent = [sum(of[n]["payload_bytes"] for n in MATRICES) for of in (uniform, now)]
     assert sent[1] < sent[0]
-    (row, *_) = handle.adaptation.history
+    (row, *_) = handle._reductions.adaptation.history
     assert row["pass"] == 4
     assert row["changed"] > 0
     assert "lgreco" in row["line"]
@@ -54,13 +63,13 @@ def test_a_policy_changes_the_plan(
     if kind == "ddp":
         assert not unlike(dict(model.named_parameters()))
     refuses("the policy lgreco changes", lambda: handle.update(bits=3))
-    state, before = loaded(dumped(handle.state_dict())), found
+    state, before = copy.deepcopy(handle.state_dict()), found
     handle.detach()
-    again: Any = gw.attach(model, codec, policy="lgreco", **how)
+    again: Any = gw.attach(model, codec, policy=often, error_feedback=feedback)
     again.load_state_dict(state)
     assert methods(again) == before
-    assert again.adaptation.passes == state["policy"]["passes"]
-    steps(model, 500, 502)
+    assert again._reductions.adaptation.passes == state["policy"]["passes"]
+    passes(model, 500, 502)
     bad = {**state, "policy": {"passes": 3}}
     refuses("for 'policy'", lambda: again.load_state_dict(bad))
 
@@ -71,12 +80,12 @@ def test_a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) ->
     """Gradients of the first and the last layer change places after the first decision."""
     model = model_of(kind)
     seldom = gw.Replan(every=40, first=4, average=4, share=1.0)
-    handle: Any = gw.attach(model, FOUR, policy=gw.LGreco(), replan=seldom)
+    handle: Any = gw.attach(model, FOUR, policy=replace(seldom, policy=gw.controllers.LGreco()))
     until_decided(model, handle, 1, 1)
     layers = list(model.module if kind == "ddp" else model)
     layers[0].scale, layers[4].scale = layers[4].scale, layers[0].scale
     until_decided(model, handle, 2, 2)
-    first, second = handle.adaptation.history[:2]
+    first, second = handle._reductions.adaptation.history[:2]
     assert second["early"]
     assert (second["pass"] - 4) % 8 == 0, "at one of the four checks"
     assert second["pass"] < 44
@@ -84,7 +93,7 @@ def test_a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) ->
     planned = second["planned_error"] / first["uniform_error"]
     assert planned <= 1.0
     assert second["error"] / second["uniform_error"] > 1.2 * planned
-    assert alike([{**row, "seconds": 0} for row in handle.adaptation.history[:2]])
+    assert alike([{**row, "seconds": 0} for row in handle._reductions.adaptation.history[:2]])
 
 
 @on(2, ("qsgd:bits=4", "randomshift:bits=5", "none"), (None, "randomshift:bits=5", "payload"))
@@ -97,30 +106,31 @@ def test_a_policy_chooses_bits_of_weights(
         for layer, scale in zip((model[0], model[2], model[4]), (30.0, 1.0, 0.03), strict=True):
             layer.weight.mul_(scale)
             layer.scale = 1.0 / scale
-    how: dict[str, Any] = {"weights": weights, "keep": keep, "replan": OFTEN}
-    handle: Any = gw.attach(model, codec, policy="lgreco", **how)
+    kept = gw.Options(keep=keep)
+    handle: Any = gw.attach(model, codec, policy=OFTEN, weights=weights, options=kept)
     until_decided(model, handle, 5 if codec else 2, 1)
     found = {p.name: str(p.weight) for p in handle.plan.parameters}
     assert alike(found)
     assert len({found[name] for name in MATRICES}) > 1, "weights of other sizes get other bits"
     assert all(found[name].lower().startswith(weights.split(":")[0]) for name in MATRICES)
     assert all(found[name] == "None" for name in found if name not in MATRICES)
-    rows = [row for row in handle.adaptation.history if row["of"] == "weights"]
+    rows = [row for row in handle._reductions.adaptation.history if row["of"] == "weights"]
     assert rows[0]["changed"] > 0
     assert rows[0]["error"] == rows[0]["uniform_error"]
     later = next(row for row in rows if row["planned_error"] is not None)
     assert later["planned_error"] <= rows[0]["budget"]
-    assert ("gradients" in {row["of"] for row in handle.adaptation.history}) == (codec is not None)
-    steps(model, 600, 602)
+    of = {row["of"] for row in handle._reductions.adaptation.history}
+    assert ("gradients" in of) == (codec is not None)
+    passes(model, 600, 602)
     assert not unlike({n: p.full_tensor() for n, p in model.named_parameters()})
 
 
 def test_a_policy_goes_on_after_recover(rank: int) -> None:
     """With the choices around what `attach` was given, not around those that it has made."""
     model = model_of("fsdp2")
-    handle: Any = gw.attach(model, "qsgd:bits=4", policy="lgreco", replan=OFTEN)
+    handle: Any = gw.attach(model, "qsgd:bits=4", policy=OFTEN)
     until_decided(model, handle, 1, 1)
-    found, before = methods(handle), handle.adaptation
+    found, before = methods(handle), handle._reductions.adaptation
     assert len({found[name] for name in MATRICES}) > 1
     history, passes = handle.history(), before.passes
 
@@ -132,68 +142,68 @@ def test_a_policy_goes_on_after_recover(rank: int) -> None:
     assert "stop" in str(caught(sent.sum().backward))
     model.reset_iter_state()
     handle.recover()
-    assert handle.adaptation is not before
+    assert handle._reductions.adaptation is not before
     assert methods(handle) == found
     assert handle.history() == history
-    assert alike(handle.adaptation.passes)
-    assert handle.adaptation.passes >= passes
+    assert alike(handle._reductions.adaptation.passes)
+    assert handle._reductions.adaptation.passes >= passes
     count = len(history)
     until_decided(model, handle, count + 1, 0)
-    assert handle.adaptation.history[count]["planned_error"] is not None, "it remembers"
-    assert handle.adaptation.history[count]["uniform_error"] > 0
+    assert handle._reductions.adaptation.history[count]["planned_error"] is not None, "it remembers"
+    assert handle._reductions.adaptation.history[count]["uniform_error"] > 0
 
 
 def test_a_policy_works_where_a_mesh_has_one_rank_in_a_dimension(rank: int) -> None:
-    for shape in ((2, 1), (1, 2)):
-        handle: Any = gw.attach(
-            model := meshed(shape), "qsgd:bits=4", policy="lgreco", replan=OFTEN
-        )
+    """The first groups of their handles differ, and they share another one."""
+    how: dict[str, Any] = {"policy": OFTEN, "weights": "randomshift:bits=5"}
+    for replicas in (2, 1, 2):
+        model = model_of("hsdp", replicas=replicas)
+        handle: Any = gw.attach(model, "qsgd:bits=4", **how)
         until_decided(model, handle, 1, 1)
-        (row, *_) = handle.adaptation.history
-        assert row["changed"] > 0, row
+        assert handle._reductions.adaptation.history[0]["changed"] > 0
         assert alike(methods(handle))
         handle.detach()
 
 
 def test_weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
     model = model_of("fsdp2")
-    given = {"weights": "randomshift:bits=4", "keep": "reference"}
-    handle: Any = gw.attach(model, policy="lgreco", replan=OFTEN, **given)
+    given = {"weights": "randomshift:bits=4", "options": gw.Options(keep="reference")}
+    handle: Any = gw.attach(model, policy=OFTEN, **given)
     until_decided(model, handle, 2, 1)
-    assert {row["of"] for row in handle.adaptation.history} == {"gradients"}
+    assert {row["of"] for row in handle._reductions.adaptation.history} == {"gradients"}
     handle.detach()
     said = 'with keep="reference" differences of weights are sent'
     refuses(said, lambda: gw.attach(model, None, policy="lgreco", **given))
 
 
-@on(2, (1, "tables"), (0, "policy"), (0, "exit"))
-def test_a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> None:
-    """A rank whose tables, or whose policy, fails: the plan stays on all ranks, and all know."""
+@on(2, (1, "table", RuntimeError), (0, "choose", RuntimeError), (0, "choose", SystemExit))
+def test_a_failure_on_one_rank_leaves_the_plan(
+    rank: int, where: int, what: str, kind: type
+) -> None:
+    """A rank whose tables, or whose policy, fails: the plan stays on all ranks, and all know. So it
+    does where errors are not finite (tests/controllers/test_policies.py has other reasons)."""
 
-    class Broken(gw.LGreco):
-        def choose(self, layers: Any, budget: Any) -> Any:
-            raise RuntimeError("no choice today")
-
-    class Exits(gw.LGreco):
-        def choose(self, layers: Any, budget: Any) -> Any:
-            raise SystemExit("no choice today")
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no tables today")
+    def fails(*_: Any, **__: Any) -> Any:
+        raise kind("not today")
 
     model = model_of("ddp")
-    policy = {"policy": Broken(), "exit": Exits()}.get(what, gw.LGreco())
-    handle: Any = gw.attach(model, FOUR, policy=policy, replan=OFTEN)
+    handle: Any = gw.attach(model, FOUR, policy=OFTEN)
     before = handle.plan.parameters
     with pytest.MonkeyPatch.context() as monkey:
-        if what == "tables" and rank == where:
-            monkey.setattr(tables, "table", broken)
+        if rank == where:
+            monkey.setattr(tables if what == "table" else gw.controllers.LGreco, what, fails)
         until_decided(model, handle, 2, 0)
+    said = [f"rank {where}: {kind.__name__}: not today"] * 2
+    if what == "table":
+        model.module[2].scale = float("inf")
+        until_decided(model, handle, 4, 0)
+        said += ["has an error that is not finite"] * 2
+        for row in handle._reductions.adaptation.history[2:]:
+            assert row["budget"] is row["error"] is row["uniform_error"] is None  # as JSON has it
     assert handle.plan.parameters == before
-    for row in handle.adaptation.history:
-        raised = "SystemExit" if what == "exit" else "RuntimeError"
-        assert f"rank {where}: {raised}: no" in row["line"]
-        assert "the plan stays" in row["line"]
+    for told, row in zip(said, handle._reductions.adaptation.history, strict=True):
+        assert told in row["line"]
+        assert "the plan stays" in row["line"] or "finite" in told
         assert row["changed"] == 0
 
 
@@ -202,18 +212,18 @@ class Unnamed(Policy):
 
 
 def test_bad_input_is_named(rank: int) -> None:
-    lgreco, mixed = {"policy": "lgreco"}, {"replan": gw.Replan(mixed=True)}
+    lgreco, mixed = {"policy": "lgreco"}, {"policy": gw.Replan(mixed=True)}
     for said, given in (
         ("its class has no name", {"policy": Unnamed()}),
         ("no choices around", {"codec": "terngrad", **lgreco}),
         ("no choices around", {"codec": "qsgd:rounding=nearest", **lgreco}),
         ("several methods", {"codecs": {"0.weight": "qsgd:bits=2"}, **lgreco}),
         ("nothing is compressed", {"codec": None, **lgreco}),
-        ("disagree", {"replan": gw.Replan(every=50 + rank), **lgreco}),
-        ("0.weight has no error feedback", {"codec": "qsgd:bits=4", **lgreco, **mixed}),
+        ("disagree", {"policy": gw.Replan(every=50 + rank)}),
+        ("0.weight has no error feedback", {"codec": "qsgd:bits=4", **mixed}),
     ):
         refuses(said, lambda given=given: gw.attach(model_of("ddp"), **given))
-    how = {"error_feedback": True, **lgreco, **mixed}
+    how = {"error_feedback": True, **mixed}
     refuses("mixed=True) is for DDP", lambda: gw.attach(model_of("fsdp2"), "qsgd:bits=4", **how))
     for wrong in ({"average": 600}, {"share": 0}, {"metric": "l1"}, {"mixed": 1}):
         refuses("Replan: ", lambda wrong=wrong: gw.Replan(**wrong))
@@ -222,6 +232,6 @@ def test_bad_input_is_named(rank: int) -> None:
 def test_a_single_rank_has_nothing_to_decide(rank: int) -> None:
     mine, _ = dist.new_subgroups(1)
     model = model_of("ddp", mine)
-    handle: Any = gw.attach(model, policy=gw.LGreco(), replan=OFTEN)
-    steps(model, 0, 6)
-    assert handle.adaptation is None  # a single rank sends nothing
+    handle: Any = gw.attach(model, policy=replace(OFTEN, policy=gw.controllers.LGreco()))
+    passes(model, 0, 6)
+    assert handle._reductions.adaptation is None  # a single rank sends nothing

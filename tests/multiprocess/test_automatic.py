@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_model import unlike
+from scenario import unlike
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -18,13 +18,13 @@ from ranks import caught, on, refuses
 from rooms.decide import Tell
 from training import alike, backward, everywhere, mlp
 
-QUICK = gw.Auto(trial=2, watch=3, replan=gw.Replan(every=4, average=2, share=1.0))
+QUICK = gw.Auto(trial=2, watch=3, policy=gw.Replan(every=4, average=2, share=1.0))
 PASSES = 300  # at most, until what a check waits for
 
 
 def made(auto: gw.Auto = QUICK, **given: Any) -> tuple[DDP, Any]:
     model = DDP(mlp(32, 64, 16))
-    return model, gw.attach(model, "auto", auto=auto, **given)
+    return model, gw.attach(model, auto, **given)
 
 
 def step(model: DDP, number: int) -> None:
@@ -53,7 +53,7 @@ def clocked(handle: Any, seconds: Callable[[], float]) -> None:
 
 
 def lines(handle: Any) -> list[str]:
-    return [row["line"] for row in handle.automatic.history]
+    return [row["line"] for row in handle._reductions.automatic.history]
 
 
 def ended(handle: Any) -> list[str]:
@@ -75,7 +75,7 @@ def test_it_tries_settles_and_adapts(rank: int) -> None:
     """Passes without a codec are slower on one rank; later those with it are slower on the other.
     Then what is sent goes back to 16 bits, and the policy ends."""
     model, handle = made(codecs={"2.bias": "qsgd"})
-    slow, auto = [("dense", "cast")], handle.automatic
+    slow, auto = [("dense", "cast")], handle._reductions.automatic
 
     def seconds() -> float:
         return (
@@ -86,7 +86,8 @@ def test_it_tries_settles_and_adapts(rank: int) -> None:
     assert how(handle)["0.weight"] == "cast(dtype='bf16')"
     trying = "auto: still trying none, bf16, qsgd:bits=4 in turn"
     assert trying in str(handle)
-    train(model, handle, lambda: handle.adaptation is not None and handle.adaptation.history)
+    on = handle._reductions
+    train(model, handle, lambda: on.adaptation is not None and on.adaptation.history)
     assert auto.setting == "qsgd:bits=4"
     assert "qsgd" in how(handle)["2.bias"], "what has a codec of its own keeps it"
     assert alike(how(handle))
@@ -103,14 +104,14 @@ def test_it_tries_settles_and_adapts(rank: int) -> None:
     assert str(handle).endswith(f"lgreco, step {told[-1]['step']}: {told[-1]['line']}")
     slow.append(("qsgd", "qsgd"))
     train(model, handle, lambda: auto.setting in ("none", "bf16"))
-    assert handle.adaptation is None
+    assert handle._reductions.adaptation is None
     assert any("compression does not pay here" in line for line in ended(handle))
 
 
 def test_a_state_loads_whatever_plan_was_in_force(rank: int) -> None:
     model, handle = made()
     clocked(handle, lambda: 1.0 if "qsgd" in how(handle)["0.weight"] else 30.0)
-    train(model, handle, lambda: handle.adaptation is not None)
+    train(model, handle, lambda: handle._reductions.adaptation is not None)
     state = handle.state_dict()
     assert "QSGD" in state["parameters"]["0.weight"]["codec"]
     ended(handle)
@@ -158,7 +159,7 @@ def test_nothing_to_compress_is_said(rank: int) -> None:
         model, handle = made(**given)
         for number in range(5):
             step(model, number)
-        assert handle.automatic is None
+        assert handle._reductions.automatic is None
         (decided,) = handle.history()
         assert decided["line"].startswith("there is nothing to compress: include, exclude and")
         handle.detach()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import FOUR, methods, model_of, steps
+from scenario import FOUR, methods, model_of, passes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -144,7 +144,7 @@ def gathers_weights(group: Any, fails: Failing, where: str, keep: str) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     for module in (*model, model):
         sharded_over(group, module, reshard_after_forward=True)
-    handle: Any = gw.attach(model, weights="randomshift:bits=8", keep=keep)
+    handle: Any = gw.attach(model, weights="randomshift:bits=8", options=gw.Options(keep=keep))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     weights = handle._reductions.weights
     start = weights.start
@@ -166,7 +166,7 @@ def decides(group: Any, fails: Failing, kind: str, where: type, method: str) -> 
     """A plan, or prepares what was decided; the plan stays."""
     model = model_of(kind, group)
     once = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
-    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=once)
+    handle: Any = gw.attach(model, FOUR, policy=once)
     uniform, known = methods(handle), getattr(where, method)
 
     def fails_there(*of: Any) -> Any:
@@ -176,7 +176,7 @@ def decides(group: Any, fails: Failing, kind: str, where: type, method: str) -> 
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(where, method, fails_there)
         try:
-            steps(model, 0, 1_000_000)
+            passes(model, 0, 1_000_000)
         finally:
             assert methods(handle) == uniform
             assert handle.plan.version == 0
@@ -365,10 +365,10 @@ def test_a_death_is_named_in_other_groups() -> None:
 Waiting = tuple[Callable[[], Any], Callable[[], object]]
 
 
-def a_backward(group: Any) -> Waiting:
-    module = ddp_over(group)
+def a_backward(group: Any, wrap: Callable[..., Any]) -> Waiting:
+    module = wrap(group, nn.Linear(64, 64))
     handle = gw.attach(module)
-    backward = module(torch.ones(4, 100)).sum().backward
+    backward = module(torch.ones(4, 64)).sum().backward
     return backward, lambda kept=module: handle._reductions.owner.awaited_by
 
 
@@ -376,13 +376,6 @@ def a_gather(group: Any) -> Waiting:
     module = sharded_over(group)
     handle = gw.attach(module, weights="randomshift:bits=8")
     return partial(module, torch.ones(4, 64)), lambda: handle._reductions.weights.owner.awaited_by
-
-
-def a_scatter(group: Any) -> Waiting:
-    module = sharded_over(group)
-    handle = gw.attach(module)
-    backward = module(torch.ones(4, 64)).sum().backward
-    return backward, lambda kept=module: handle._reductions.owner.awaited_by
 
 
 def a_collective(group: Any) -> Waiting:
@@ -405,7 +398,8 @@ def a_measurement(group: Any) -> Waiting:
 
 
 WAITS: list[Callable[[Any], Waiting]] = [
-    a_backward, a_gather, a_scatter, a_collective, an_agreement, a_measurement,
+    partial(a_backward, wrap=ddp_over), partial(a_backward, wrap=sharded_over), a_gather,
+    a_collective, an_agreement, a_measurement,
 ]  # fmt: skip
 
 

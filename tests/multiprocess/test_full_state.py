@@ -1,4 +1,5 @@
-"""Checkpoints of a handle's state, of all ranks: the page's code, mistakes, and damaged files.
+"""Checkpoints of a handle's state, of all ranks: the page's code, mistakes, and damaged files; and
+plans that are attached again.
 
 tests/multiprocess/test_saved_handles.py has what is saved and loaded.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from saved_jobs import Job
+from scenario import backward, own_mesh, sharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -22,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.groups import communicator
+from gradwire.planner.files import PlanFile
 from ranks import raises, refuses
 from rooms.state import StateGather
 
@@ -56,7 +60,12 @@ def test_the_code_of_the_page_runs(rank: int, tmp_path: Path) -> None:
 
 
 def test_mistakes(rank: int) -> None:
-    handle = trained().handle
+    job = trained()
+    handle, state = job.handle, job.handle.state_dict()
+    state["aggregators"]["0.weight"]["residual"].requires_grad_()
+    handle.load_state_dict(state)
+    job.train(3, 4)
+    assert not handle.state_dict()["aggregators"]["0.weight"]["residual"].requires_grad
     full = handle.full_state_dict()
     for said, state in (
         ("full_state_dict(rank0_only=True) gives it on all ranks but 0", {}),
@@ -69,6 +78,9 @@ def test_mistakes(rank: int) -> None:
         ("not int", 3),
     ):
         refuses(said, lambda state=state: handle.load_state_dict(state))
+    calls = partial(handle.full_state_dict, rank0_only=rank == 0)
+    assert "'rank0_only=True'" in refuses("disagree on full_state_dict", calls)
+    assert len(handle.full_state_dict()["ranks"]) == 2  # told at once, and the next call goes on
     apart = dist.new_group()
     dist.barrier(apart)  # else the peer may still connect its mesh
     gather = StateGather([apart])
@@ -76,23 +88,6 @@ def test_mistakes(rank: int) -> None:
     for _ in range(2):  # as long as someone holds the group, and after
         refuses("was destroyed", lambda: gather(full["ranks"][rank], rank0_only=False))
         apart = None  # type: ignore[assignment]
-
-
-def test_differs(rank: int) -> None:
-    """Told at once, and the next call of all ranks goes on."""
-    handle = Job("aggregating").handle
-    calls = partial(handle.full_state_dict, rank0_only=rank == 0)
-    assert "'rank0_only=True'" in refuses("disagree on full_state_dict", calls)
-    assert len(handle.full_state_dict()["ranks"]) == 2
-
-
-def test_gradients_of_a_state_are_not_kept(rank: int) -> None:
-    job = trained()
-    state = job.handle.state_dict()
-    state["aggregators"]["0.weight"]["residual"].requires_grad_()
-    job.handle.load_state_dict(state)
-    job.train(3, 4)
-    assert not job.handle.state_dict()["aggregators"]["0.weight"]["residual"].requires_grad
 
 
 def test_a_rank_that_calls_alone_is_told(rank: int) -> None:
@@ -114,8 +109,8 @@ def test_a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(
     job.train(0, 1)
     dcp.save({"gradwire": job.handle.checkpoint()}, checkpoint_id=path)
     said = "under 'other': save {'other': handle.checkpoint()}"
-    refuses(said, lambda: job.handle.load_checkpoint(path, key="other"))
-    refuses("has no checkpoint", lambda: job.handle.load_checkpoint(f"{path}/none"))
+    refuses(said, lambda: job.handle.load(path, key="other"))
+    refuses("has no checkpoint", lambda: job.handle.load(f"{path}/none"))
     for number, damage in enumerate((Path.unlink, lambda file: file.write_bytes(b"no"))):
         for what in (".metadata", "__1_0.distcp"):
             broken = Path(f"{path} {number} {what}")
@@ -123,11 +118,46 @@ def test_a_damaged_checkpoint_is_an_error_in_one_line_on_all_ranks(
                 shutil.copytree(path, broken)
                 damage(broken / what)
             dist.barrier()
-            said = refuses("", lambda broken=broken: job.handle.load_checkpoint(broken))
-            assert said.startswith("load_checkpoint: ")
+            said = refuses("", lambda broken=broken: job.handle.load(broken))
+            assert said.startswith("load: ")
             assert "\n" not in said
             dist.barrier()
-    job.handle.load_checkpoint(path)
+    job.handle.load(path)
+
+
+# ---- plans
+
+
+def test_a_saved_plan_is_attached_again(rank: int, tmp_path: Path) -> None:
+    path = f"{tmp_path}/ddp{rank}.json"
+    ddp = DDP(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
+    first = gw.attach(ddp, "qsgd:bits=3", codecs={"1.weight": "powersgd:rank=2"})
+    first.plan.save(path)
+    first.detach()
+    handle = gw.attach(ddp, plan=path)
+    assert handle.plan.parameters == first.plan.parameters
+    ddp(torch.randn(4, 64)).sum().backward()
+    handle.detach()
+    refuses("leave codec and its options", partial(gw.attach, ddp, "qsgd:bits=2", plan=path))
+    other = DDP(nn.Sequential(nn.Linear(64, 32)))
+    said = "plan: the module has no parameter 1.weight, which the file has"
+    refuses(said, partial(gw.attach, other, plan=path))
+    refuses("leave codec", partial(gw.attach, ddp, "auto", plan=path))
+    for wrong in (5, "", b"plan.json", [path]):
+        refuses("give the path of a file", partial(gw.attach, ddp, plan=wrong))
+
+    planned = replace(PlanFile.read(path), planned={"seconds": 1.0})
+
+    path = f"{tmp_path}/fsdp{rank}.json"
+    weights: Any = {"*.weight": "randomshift:bits=6"}
+    old = gw.attach(sharded(mesh=own_mesh()), "qsgd:bits=5", weights=weights, error_feedback=True)
+    old.plan.save(path)
+    model = sharded(mesh=own_mesh())
+    new = gw.attach(model, plan=path, options=gw.Options(keep="payload"))
+    assert new.plan.parameters == old.plan.parameters
+    backward(model, 0)
+    refuses("gradwire plan has planned for DDP", partial(gw.attach, model, plan=planned))
+    assert new.stats()["weights_wire_bytes"] > 0
 
 
 # ---- a state of DDP, of FSDP2 by rows, and by columns, loaded into each of them

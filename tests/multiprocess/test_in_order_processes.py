@@ -24,7 +24,7 @@ from gradwire import groups
 from gradwire.engine import Communicator
 from ranks import caught, on
 from rooms.collectives import prepared
-from training import alike
+from training import alike, flat, mlp, train
 
 OPTIONS = [
     gw.Options(segments=3),
@@ -85,28 +85,15 @@ def test_collectives_have_the_bits_of_those_with_tags(rank: int, every: bool) ->
 @on(3)
 @on((2, 4), exhaustive=True)
 def test_training_has_the_bits_of_that_with_tags(rank: int) -> None:
-    (ordered, other), stats = two_groups(), {}
-
-    def train(group: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = DDP(
-            nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 10)),
-            process_group=group,
-            bucket_cap_mb=0.1,
-        )
-        handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            torch.manual_seed(100 * step + rank)
-            model(torch.randn(16, 300)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        stats.update(handle.stats())
-        return [p.detach() for p in model.parameters()]
-
-    assert all(map(torch.equal, train(other), train(ordered)))
-    assert stats["steps"] == 4
-    assert stats["ratio"] > 4
+    found = []
+    for group in two_groups():
+        model = DDP(mlp(20, 200, 200), process_group=group, bucket_cap_mb=0.1)
+        handle = gw.attach(model, bits=4, error_feedback=True, options=gw.Options(coalesce_bytes=0))
+        train(model, range(4))
+        assert handle.stats()["steps"] == 4
+        assert handle.stats()["ratio"] > 4
+        found.append(flat(model))
+    assert torch.equal(*found)
 
 
 def test_ranks_change_the_plan_of_shards_together(rank: int) -> None:
@@ -140,15 +127,14 @@ def test_ranks_change_the_plan_of_shards_together(rank: int) -> None:
     assert found[-1] == 1
 
 
-@on(2, backend="gradwire")
 def test_the_backend_goes_in_order_where_its_group_does(rank: int) -> None:
+    ours = dist.new_group(backend="gradwire")
     groups.keeps_order = lambda group, device: True
-    model = DDP(nn.Linear(300, 200, bias=False))
-    x = [torch.full((1, 300), float(r + 1)) for r in range(dist.get_world_size())]
-    model(x[rank]).sum().backward()
-    assert dist.group.WORLD.stats()["calls"] == 1
-    assert dist.group.WORLD.stats()["ratio"] > 3
-    assert groups.communicator().stream(torch.device("cpu")) is not None
+    model = DDP(nn.Linear(300, 200, bias=False), process_group=ours)
+    model(torch.full((1, 300), float(rank + 1))).sum().backward()
+    assert ours.stats()["calls"] == 1
+    assert ours.stats()["ratio"] > 3
+    assert groups.communicator(ours).stream(torch.device("cpu")) is not None
     (weight,) = model.parameters()
     assert torch.allclose(weight.grad, torch.full((200, 300), 1.5))
 

@@ -31,7 +31,7 @@ from saved_jobs import (
     references,
     residuals,
 )
-from sharded_model import gathered, owed, unlike
+from scenario import gathered, owed, unlike
 
 import gradwire as gw
 from ranks import as_processes, raises
@@ -222,6 +222,7 @@ UNLIKE = [
     ("differ in passes of policy", "policy/passes", 99),
     ("differ in methods of policy", "policy/methods/gradients", {"0.weight": "none"}),
     ("give the states of all", "rank", 0),
+    ("rank 99 of 2", "rank", 99),
 ]
 
 

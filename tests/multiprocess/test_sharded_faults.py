@@ -6,7 +6,7 @@ tests/multiprocess/test_faults.py has ranks that die.
 from __future__ import annotations
 
 import torch
-from sharded_model import by_layer
+from scenario import by_layer
 from torch import nn
 
 import gradwire as gw
@@ -25,7 +25,7 @@ def test_an_exception_where_others_gather_is_told(rank: int) -> None:
     """Of frozen layers no gradients are reduced: the others are ahead by a gather."""
     model = three_layers()
     model[1:].requires_grad_(False)
-    gw.attach(model, weights="randomshift:bits=8", keep="none")
+    gw.attach(model, weights="randomshift:bits=8", options=gw.Options(keep="none"))
     if rank == RAISING:
         model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
     said = "backward raised an exception at step", "of the sharded module of", ", weights"
@@ -62,7 +62,7 @@ def test_an_exception_in_forward_is_told(rank: int, records: bool) -> None:
 def test_one_evaluates_a_batch_more(rank: int, keep: str) -> None:
     """It waits for weights, where the others wait for gradients, or gather in backward."""
     model = three_layers()
-    gw.attach(model, weights="randomshift:bits=8", keep=keep)
+    gw.attach(model, weights="randomshift:bits=8", options=gw.Options(keep=keep))
     x = torch.randn(4, 64)
 
     def run() -> None:
@@ -80,7 +80,10 @@ def test_a_forward_that_all_ranks_leave_early_needs_no_recovery(rank: int, keep:
     """At one place: an early exit. Training goes on as if it had not been run."""
     ours, twin = three_layers(), three_layers()
     twin.load_state_dict(ours.state_dict())
-    gatherings = [gw.attach(m, weights="randomshift:bits=8", keep=keep) for m in (ours, twin)]
+    gatherings = [
+        gw.attach(m, weights="randomshift:bits=8", options=gw.Options(keep=keep))
+        for m in (ours, twin)
+    ]
     ours[0].set_modules_to_forward_prefetch([ours[1]])  # a gather may be under way
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (ours, twin)]
     for step, (records, place) in enumerate([(True, 1), (False, 0), (True, 2)]):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, batch, own_mesh, replicated
+from scenario import Model, batch, own_mesh, replicated
 from torch import nn
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -38,10 +38,6 @@ def evenly(parameter: nn.Parameter) -> Shard | None:
     """Columns, where they can be divided: FSDP2 pads rows alone."""
     wide = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
     return Shard(1) if wide else None
-
-
-def called(model: Any, x: torch.Tensor, spare: bool) -> torch.Tensor:
-    return model(x, spare)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Feature:
     replicas: int = 1
     prepare: Callable[[Model], Any] = lambda model: None
     adapt: Callable[[Any], Any] = lambda model: None
-    call: Callable[..., torch.Tensor] = called
+    call: Callable[..., torch.Tensor] = lambda model, x, spare: model(x, spare)
     before: Callable[[Any, int], Any] = lambda model, micro: None
     micro: int = 1
     late: bool = False
@@ -216,24 +212,22 @@ def watched(gathers: Gathers, step: Callable[[], int]) -> Iterator[None]:
         _fsdp_param_group.foreach_all_gather_copy_out = copy_out
 
 
-@dataclass
-class Run:
-    """What training gave: losses, and the digests of what was gathered."""
+def train(
+    feature: Feature, steps: int, **attached: Any
+) -> tuple[list[float], Gathers, dict[str, Any]]:
+    """Train a new model; `attached` are the arguments of `attach`, if any.
 
-    losses: list[float]
-    gathers: Gathers
-    stats: dict[str, Any]
-
-
-def train(feature: Feature, steps: int, **attached: Any) -> Run:
-    """Train a new model; `attached` are the arguments of `attach`, if any."""
+    Returns:
+        losses, the digests of what was gathered, and the handle's stats.
+    """
     torch._dynamo.reset()
     counting.graphs = 0
     model = built(feature)
     handle = gw.attach(model, **attached) if attached and not feature.late else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **feature.optimizer)
-    run = Run([], [], {})
-    with watched(run.gathers, lambda: len(run.losses)):
+    losses: list[float] = []
+    gathers: Gathers = []
+    with watched(gathers, lambda: len(losses)):
         for step in range(steps):
             shards = exact(model)
             for part in range(feature.micro):
@@ -247,12 +241,11 @@ def train(feature: Feature, steps: int, **attached: Any) -> Run:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            run.losses.append(loss.item())
+            losses.append(loss.item())
             if attached and handle is None:
                 handle = gw.attach(model, **attached)
     assert bool(counting.graphs) == feature.compiled
-    run.stats = {} if handle is None else handle.stats()
-    return run
+    return losses, gathers, {} if handle is None else handle.stats()
 
 
 def exact(model: Any) -> list[torch.Tensor]:
@@ -268,17 +261,16 @@ def test_weights_are_alike_and_losses_those_of_fsdp(rank: int, feature: str, kee
     chosen = FEATURES[feature]
     # What is sent as differences begins with the weights as they are.
     steps = 2 + chosen.late + 2 * (keep == "reference")
-    plain = train(chosen, steps)
-    same = train(chosen, steps, codec="identity", weights={"*": "identity"}, keep=keep)
-    assert same.stats["weights_calls"] > 0
-    if chosen.ranks == 2:
-        assert same.losses == plain.losses
-    else:  # sums of several ranks differ in their last bits
-        assert same.losses == pytest.approx(plain.losses, rel=1e-4)
-    coded = train(chosen, steps, codec="qsgd:bits=8", weights=EIGHT, keep=keep)
-    assert coded.losses == pytest.approx(plain.losses, rel=0.1)
-    assert coded.losses != plain.losses
-    assert alike([(step, digest) for step, _, digest in coded.gathers])
+    plain, *_ = train(chosen, steps)
+    kept = gw.Options(keep=keep)
+    same, _, stats = train(chosen, steps, codec="identity", weights={"*": "identity"}, options=kept)
+    assert stats["weights_calls"] > 0
+    # Sums of more than two ranks differ in their last bits.
+    assert same == (plain if chosen.ranks == 2 else pytest.approx(plain, rel=1e-4))
+    coded, gathers, _ = train(chosen, steps, codec="qsgd:bits=8", weights=EIGHT, options=kept)
+    assert coded == pytest.approx(plain, rel=0.1)
+    assert coded != plain
+    assert alike([(step, digest) for step, _, digest in gathers])
     for step in range(steps):
-        versions = {(group, digest) for at, group, digest in coded.gathers if at == step}
+        versions = {(group, digest) for at, group, digest in gathers if at == step}
         assert len(versions) == len({group for group, _ in versions}), step

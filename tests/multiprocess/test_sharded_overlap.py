@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_model import by_layer
+from scenario import by_layer
 from torch import nn
 
 import gradwire as gw
@@ -122,7 +122,7 @@ def test_the_next_blocks_gather_ends_while_the_current_one_computes(rank: int, k
     gated = ("forward", "backward") if gathers_twice else ("forward",)
     schedule = Schedule(gated, f"keep={keep!r}")
     model = model_on(schedule)
-    gw.attach(model, weights=WEIGHTS, keep=keep)
+    gw.attach(model, weights=WEIGHTS, options=gw.Options(keep=keep))
     watch(model)
     loss = model(torch.randn(8, 64)).square().mean()
     schedule.running = "backward"

@@ -1,34 +1,47 @@
-"""FSDP2 with replicas (HSDP): the hop between them is per parameter too."""
+"""FSDP2 on meshes of two dimensions: with replicas (HSDP), whose hop is per parameter too; on
+several machines; and with tensor parallelism."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import MATRICES, OFTEN, methods, model_of, until_decided
-from sharded_model import (
+import torch.distributed.checkpoint as dcp
+from scenario import (
     ALL,
+    MATRICES,
+    OFTEN,
     Model,
-    added,
     assert_as_asked,
     backward,
     batch,
-    dumped,
     gathered,
     gradients,
-    loaded,
+    methods,
+    model_of,
     own_mesh,
+    prepared,
     replicas_of_shards,
     replicated,
     same,
     sharded,
     train,
     unlike,
+    until_decided,
 )
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -41,61 +54,23 @@ from training import alike, everywhere
 pytestmark = on(4)
 
 
-@on(4, 2)
-@on(6, 2, 3, exhaustive=True)
-def test_what_is_owed_is_sent(rank: int, replicas: int) -> None:
-    """Law 2: residuals of both hops are sent once the new plan has none; with two ways to
-    average."""
-    for sums in (False, True):
-        plain, ours = replicas_of_shards(replicas), replicas_of_shards(replicas)
-        if sums:
-            for model in (plain, ours):
-                model.set_force_sum_reduction_for_comms(True)
-                model.set_gradient_divide_factor(3.0)
-        handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
-        total: dict[str, Any] = {}
-        sent: dict[str, Any] = {}
-        for step in range(4):
-            if step == 2:
-                handle.update(codec=None).wait(60)
-                everywhere("prepared")
-            added(total, backward(plain, step, spare=True))
-            added(sent, backward(ours, step, spare=True))
-        assert handle.plan.version == 1
-        assert len(total) == 7
-        for name, expected in total.items():
-            torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
-
-
-def test_steps_without_the_hop(rank: int) -> None:
-    """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
-    plain, ours = replicas_of_shards(2), replicas_of_shards(2)
-    handle = gw.attach(ours, "identity")
-    for model in (plain, ours):
-        model.zero_grad()
-        for step in range(3):
-            model.set_requires_all_reduce(step == 2)
-            model(batch(step), spare=True).square().mean().backward()
-    assert_as_asked(gradients(plain), gradients(ours), ())
-    assert handle.stats()["calls"] == 3 * 3 + 3
-    handle.detach()
-    assert_as_asked(backward(plain, 3), backward(ours, 3), ())
-    assert handle.stats()["calls"] == 3 * 3 + 3
-
-
 def test_shards_without_values_switch(rank: int) -> None:
-    """No all-reduce tells the ranks of the second shard which version replicas offer; and nothing
-    is scattered to a single shard."""
-    for replicas in (2, 4):
-        row = torch.nn.Linear(30, 1, bias=False)
-        ours = fully_shard(torch.nn.Sequential(row), mesh=replicated(replicas))
-        handle = gw.attach(ours, include=["*"], bits=8)
+    """No reduction tells the ranks of later shards which version the others have, and nothing is
+    scattered to a single shard. Gradients are those of FSDP2, but for the order of sums."""
+    for replicas in (1, 2, 4):
+        mesh = replicated(replicas) if replicas > 1 else own_mesh()
+        plain, ours = (fully_shard(nn.Linear(30, 1), mesh=mesh) for _ in range(2))
+        plain.load_state_dict(ours.state_dict())
+        handle = gw.attach(ours, "identity", include=["*"])
         versions = []
         for step in range(4):
             if step == 1:
-                handle.update(bits=2).wait(60)
-                everywhere("prepared")
-            ours(batch(step)).square().mean().backward()
+                prepared(handle, codec="qsgd", bits=2)
+            for model in (plain, ours):
+                model.zero_grad()
+                model(batch(step)).square().mean().backward()
+            if step < 2:
+                assert_as_asked(gradients(plain), gradients(ours), (), close=(1e-4, 1e-6))
             versions.append(handle.plan.version)
         assert versions == [0, 0, 1, 1], replicas
 
@@ -103,10 +78,10 @@ def test_shards_without_values_switch(rank: int) -> None:
 def test_a_policy_decides_for_all_replicas(rank: int) -> None:
     """From averages over all ranks; a failure on one rank leaves the plan in all replicas."""
     model = model_of("hsdp")
-    how: dict[str, Any] = {"policy": "lgreco", "replan": OFTEN, "weights": "randomshift:bits=5"}
+    how: dict[str, Any] = {"policy": OFTEN, "weights": "randomshift:bits=5"}
     handle: Any = gw.attach(model, "qsgd:bits=4", **how)
     summed: dict[str, torch.Tensor] = {}
-    decided = handle.adaptation._window
+    decided = handle._reductions.adaptation._window
 
     def window(kind: str) -> Any:
         made = decided(kind)
@@ -114,20 +89,21 @@ def test_a_policy_decides_for_all_replicas(rank: int) -> None:
             summed.update(made.values)
         return made
 
-    handle.adaptation._window = window
+    handle._reductions.adaptation._window = window
     until_decided(model, handle, 2, 1)
     chosen = [methods(handle), {p.name: str(p.weight) for p in handle.plan.parameters}]
     assert alike(chosen)
     assert len({chosen[0][name] for name in MATRICES}) > 1
     mine = [summed[name].tolist() for name in MATRICES]  # this rank's shards, in windows of all
     assert [of for i, of in enumerate(everywhere(mine)) if i % 2 == rank % 2] == [mine] * 2
-    before, at = handle.plan.parameters, len(handle.adaptation.history)
+    before, at = handle.plan.parameters, len(handle._reductions.adaptation.history)
     with pytest.MonkeyPatch.context() as monkey:
         if rank == 1:
             monkey.setattr(tables, "table", lambda *_: 1 / 0)
         until_decided(model, handle, at + 2, 1)
     assert handle.plan.parameters == before
-    assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])
+    later = handle._reductions.adaptation.history[at:]
+    assert all("the plan stays" in row["line"] for row in later)
 
 
 def test_states_fit_the_mesh(rank: int) -> None:
@@ -142,7 +118,7 @@ def test_states_fit_the_mesh(rank: int) -> None:
     model, handle = made()
     for step in range(2):
         backward(model, step, spare=True)
-    state = loaded(dumped(handle.state_dict()))
+    state = copy.deepcopy(handle.state_dict())
     full, first = handle.full_state_dict(), handle.full_state_dict(rank0_only=True)
     assert [of["rank"] for of in full["ranks"]] == [0, 1, 2, 3]
     assert [of["rank"] for of in first.get("ranks", ())] == [0, 1, 2, 3] * (rank == 0)
@@ -178,12 +154,11 @@ def test_states_fit_the_mesh(rank: int) -> None:
 MACHINES = {3: (0, 0, 1), 4: (0, 0, 1, 1), 5: (0, 1, 1, 0, 1)}
 
 
-def attached(codec: str, weights: Any, nodes: tuple[int, ...] | None, **more: Any) -> Any:
+def attached(codec: str, nodes: Any, inside: str = "codec", keep: str | None = None) -> Any:
     model = sharded(mesh=own_mesh())
-    inside = more.pop("inside", "codec")
-    two = gw.Options(algorithm="hierarchical", nodes=nodes, inside=inside)
-    options = two if nodes is not None else None
-    return model, gw.attach(model, codec, weights=weights, options=options, **more)
+    two = {"algorithm": "hierarchical", "nodes": nodes, "inside": inside}
+    options = gw.Options(**two if nodes is not None else {}, keep=keep)
+    return model, gw.attach(model, codec, weights=ALL, options=options)
 
 
 @on(4, ("full", "payload"))
@@ -191,19 +166,17 @@ def attached(codec: str, weights: Any, nodes: tuple[int, ...] | None, **more: An
 @on(3, ("codec", "none"), exhaustive=True)
 def test_two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
     nodes = MACHINES[dist.get_world_size()]
-    flat, _ = attached("identity", ALL, None, keep=keep)
-    model, handle = attached("identity", ALL, nodes, inside=inside, keep=keep)
+    flat, _ = attached("identity", None, keep=keep)
+    model, handle = attached("identity", nodes, inside, keep)
     for name, weights in gathered(flat).items():
         assert torch.equal(weights, gathered(model)[name]), "payloads are forwarded"
     # Sums have another order, and 8-bit weights may fall into another code.
     assert train(model, 3) == pytest.approx(train(flat, 3), rel=1e-3)
-    model, handle = attached("qsgd:bits=4", ALL, nodes, inside=inside, keep=keep)
+    model, handle = attached("qsgd:bits=4", nodes, inside, keep)
     losses = train(model, 5)
     assert losses[-1] < 0.5 * losses[0], losses
     assert "hierarchical" in str(handle.plan.describe()[0])
-    update = handle.update("identity")
-    update.wait(60)
-    everywhere("prepared")
+    update = prepared(handle, codec="identity")
     for step in range(3):
         backward(model, step)
     assert update.in_force
@@ -212,7 +185,7 @@ def test_two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
 
 def test_bytes_are_those_of_the_formula(rank: int) -> None:
     nodes = MACHINES[4]
-    model, handle = attached("qsgd:bits=4", ALL, nodes)
+    model, handle = attached("qsgd:bits=4", nodes)
     backward(model, 0, spare=True)
     before = handle.stats()
     backward(model, 1, spare=True)
@@ -224,7 +197,7 @@ def test_bytes_are_those_of_the_formula(rank: int) -> None:
         for group in handle._reductions._trained.shards():
             sizes = [
                 sum(
-                    layout(codec_of(name) or gw.Identity(), torch.float32).nbytes(lengths[r])
+                    layout(codec_of(name) or gw.codecs.Identity(), torch.float32).nbytes(lengths[r])
                     for name, lengths, _ in group
                 )
                 for r in range(4)
@@ -236,3 +209,90 @@ def test_bytes_are_those_of_the_formula(rank: int) -> None:
     expected = sent(HierarchicalReduceScatter, gradients.get)
     found = int(after["wire_bytes"] - before["wire_bytes"])
     assert found == pytest.approx(expected, rel=0.1)  # segments have headers of their own
+
+
+# ---- tensor parallelism in one dimension
+
+
+COMPRESSED = {"embedding.weight", "up.weight", "down.weight", "frozen.weight", "spare.weight"}
+
+
+class Parallel(nn.Module):
+    """Tied weights, a frozen layer, an unused one, an excluded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.excluded = nn.Linear(32, 32)
+        self.spare = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(self.up(x).relu())
+        return self.head(self.excluded(self.frozen(x)).tanh())
+
+
+def parallel(mesh: DeviceMesh) -> Parallel:
+    model = Parallel()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (model.up, model.spare, model):
+        fully_shard(module, mesh=mesh["dp"])
+    return model
+
+
+def of_tokens(model: nn.Module, mesh: DeviceMesh, step: int) -> dict[str, Any]:
+    """The gradients of this rank's shards; ranks of one row have the same batch."""
+    model.zero_grad()
+    made = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+    tokens = torch.randint(0, 50, (4, 6), generator=made)
+    model(tokens).square().mean().backward()
+    return gradients(model)
+
+
+@on(4, True)
+@on(4, False, backend="gradwire")
+def test_gradients_of_columns_are_exact_or_near(rank: int, attached: bool) -> None:
+    names = {"mesh_dim_names": ("dp", "tp")}
+    plainly = {"backend_override": {"dp": "gloo", "tp": "gloo"}}
+    beside = init_device_mesh("cpu", (2, 2), **names, **plainly)
+    mesh = beside if attached else init_device_mesh("cpu", (2, 2), **names)
+    plain, ours = parallel(beside), parallel(mesh)
+    how: dict[str, Any] = {"bits": 4, "exclude": ["excluded.*"]}
+    handle = gw.attach(ours, **how) if attached else gw.register(ours, **how).handle
+    assert handle is not None
+    told = handle.stats()["parameters"]
+    assert {name for name, facts in told.items() if facts["codec"] != "dense"} == COMPRESSED
+    for step in range(2):
+        expected, found = of_tokens(plain, beside, step), of_tokens(ours, mesh, step)
+        assert_as_asked(expected, found, COMPRESSED, near=0.2)
+        assert expected["spare.weight"] is None
+        assert expected["frozen.weight"] is None
+    if not attached:
+        group: Any = mesh["tp"].get_group()
+        assert dist.get_backend(group) == "gradwire"
+        assert group.stats()["calls"] == 0
+        assert group.stats()["left_alone"], "tensor parallelism sent nothing"
+
+
+def test_checkpoints_have_the_residuals_of_all_columns(rank: int, tmp_path: Path) -> None:
+    """Each column of the mesh has a handle with a rank 0: none replaces another's residuals."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made() -> tuple[Any, Any]:
+        model = parallel(mesh)
+        return model, gw.attach(model, "qsgd:bits=4", error_feedback=True)
+
+    model, handle = made()
+    of_tokens(model, mesh, 0)
+    dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=tmp_path)
+    _, resumed = made()
+    resumed.load(tmp_path)
+    saved, found = (h.state_dict()["aggregators"] for h in (handle, resumed))
+    assert saved
+    for name, kept in saved.items():
+        assert torch.equal(found[name]["residual"], kept["residual"]), name

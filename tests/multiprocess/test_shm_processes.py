@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
-from gradwire.codecs import HardThreshold, ThreeLC, TopK
+from gradwire import QSGD, Codec, TransportError
+from gradwire.codecs import HardThreshold, Identity, TernGrad, ThreeLC, TopK
 from gradwire.collectives import Item, Options, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import layout, rng
@@ -26,8 +26,8 @@ from gradwire.transport import (
     Mixed,
     TorchP2P,
     Transport,
+    shm_handshake,
     shm_library,
-    shm_sockets,
     shm_store,
 )
 from leftovers import until
@@ -101,28 +101,6 @@ def test_collectives_are_those_over_gloo(
             assert transport.name == "shm"
         else:
             assert transport.name == ("shm+torch_p2p" if here else "torch_p2p")
-
-
-@on(3)
-def test_what_cannot_be_lent_is_copied(rank: int) -> None:
-    """With stores; with one that is soon full on rank 1; with none there."""
-    expected, _ = reduce_everything(TorchP2P(dist.new_group()))
-    lent, lenders = [], []
-    for room in (None, 1 << 20, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(placement, "BORROWED_BYTES", 1 << 16)
-            if rank == 1 and room is not None:
-                patch.setattr(shm_store, "room", lambda *_, room=room: room)
-            transport = Mixed(dist.new_group())
-            lenders.append(len(transport.lenders))
-            found, accounted = reduce_everything(transport)
-        assert found == expected
-        assert accounted
-        lent.append(transport.lent_bytes)
-    ample, full, none = lent
-    assert ample > 0
-    assert (full < ample) == (none == 0) == (rank == 1)
-    assert lenders == [2, 2, 2 if rank == 1 else 1]
 
 
 def failure(transport: Mixed, peer: int) -> tuple[int | None, str]:
@@ -211,37 +189,52 @@ def test_nothing_is_left_after_an_end_or_a_crash() -> None:
     assert not is_named()
 
 
+# What keeps rank 1 from sharing its memory, and what it says, once; or from lending more than that.
 OBSTACLES = {
     "off": "switched off by GRADWIRE_SHM=0",
     "unreachable": "Connection refused",
     "no memory": "Cannot allocate memory",
 }
+ROOM = {"ample": None, "full": 1 << 20, "none": 0}
 
 
 @on(3)
-def test_who_cannot_share_falls_back(rank: int) -> None:
-    """Rank 1 cannot share its memory, and says so once."""
+def test_who_cannot_share_or_lend_falls_back(rank: int) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gradwire").addHandler(handler)
-    for obstacle, reason in OBSTACLES.items():
+    expected, _ = reduce_everything(TorchP2P(dist.new_group()))
+    lent, lenders = {}, []
+    for case in (*OBSTACLES, *ROOM):
         group = dist.new_group()
         with pytest.MonkeyPatch.context() as patch:
             shm_library.load.cache_clear()
-            if rank == 1 and obstacle == "off":
+            patch.setattr(placement, "BORROWED_BYTES", 1 << 16)
+            if rank == 1 and case == "off":
                 patch.setenv("GRADWIRE_SHM", "0")
-            if rank == 1 and obstacle == "unreachable":
-                patch.setattr(shm_sockets, "_address", lambda _: f"\0elsewhere-{uuid.uuid4()}")
-            if rank == 1 and obstacle == "no memory":
+            if rank == 1 and case == "unreachable":
+                patch.setattr(shm_handshake, "_address", lambda _: f"\0elsewhere-{uuid.uuid4()}")
+            if rank == 1 and case == "no memory":
                 patch.setattr(os, "memfd_create", _no_memory)
+            if rank == 1 and ROOM.get(case) is not None:
+                patch.setattr(shm_store, "room", lambda *_, room=ROOM[case]: room)
             transport = Mixed(group)
-        _, accounted = reduce_everything(transport, CODECS[:2])
+            named, lender = transport.name, len(transport.lenders)
+            found, accounted = reduce_everything(transport)
+        assert found == expected
         assert accounted
-        assert transport.name == ("torch_p2p" if rank == 1 else "shm+torch_p2p")
-        (told,) = [text for text in said if "not shared memory" in text]
-        assert rank != 1 or reason in told
+        if case in OBSTACLES:
+            assert named == ("torch_p2p" if rank == 1 else "shm+torch_p2p")
+            (told,) = [text for text in said if "not shared memory" in text]
+            assert rank != 1 or OBSTACLES[case] in told
+        else:
+            lent[case] = transport.lent_bytes
+            lenders.append(lender)
         said.clear()
+    assert lent["ample"] > 0
+    assert (lent["full"] < lent["ample"]) == (lent["none"] == 0) == (rank == 1)
+    assert lenders == [2, 2, 2 if rank == 1 else 1]
 
 
 def _no_memory(*_: object) -> int:

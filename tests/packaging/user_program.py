@@ -24,14 +24,14 @@ def replicated(model: torch.nn.Module) -> float:
 
 
 def sharded(model: torch.nn.Module) -> dict[str, object]:
-    handle = gw.attach(fully_shard(model), codec=gw.TernGrad(), exclude=["*.bias"])
+    handle = gw.attach(fully_shard(model), codec=gw.codecs.TernGrad(), exclude=["*.bias"])
     return handle.stats()
 
 
 def tensors(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gw.all_reduce(values, codec=gw.QSGD(bits=8), op="avg", group=group)
     gw.all_reduce(values, "qsgd:bits=4", options=gw.Options(algorithm="ring"))
-    codec: gw.Codec = gw.Cast()
+    codec: gw.Codec = gw.codecs.Cast()
     try:
         gw.broadcast(values, codec=codec)
     except gw.ConfigError as error:

@@ -3,5 +3,5 @@
 from gradwire.backend import group as backend
 from gradwire.backend.entry import autoload
 from gradwire.backend.group import Group
-from gradwire.backend.scope import lacking
+from gradwire.backend.models import lacking
 from gradwire.backend.settings import from_environment

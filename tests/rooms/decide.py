@@ -2,7 +2,7 @@
 
 from gradwire.controllers.replan import CHECKS
 from gradwire.controllers.targets import policy_of, targets_of
-from gradwire.decide import auto, tables
+from gradwire.decide import auto, scripts, tables
 from gradwire.decide.auto import Automatic, worth
 from gradwire.decide.policy import Adaptation
 from gradwire.decide.scripts import (

@@ -1,6 +1,8 @@
 """Of `gradwire.handles`: what its page does not export, and tests use."""
 
-from gradwire.handles import bias, sharded_attach, torch_versions, uncompiled
+from gradwire.handles import arguments as arguments
+from gradwire.handles import bias, sharded_attach, switch, torch_versions, uncompiled
+from gradwire.handles import handle as handle
 from gradwire.handles.backward import in_backward
 from gradwire.handles.coalescing import Coalescing, Split
 from gradwire.handles.fsdp import Piece

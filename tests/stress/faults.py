@@ -20,16 +20,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
 from ends import End, ends, raised
 from gradwire.aggregators import Aggregator, Context, StateSpec, Steps
+from gradwire.transport import Hub
 from stress.programs import Action, Call, Program, Scope
 from stress.running import RankContext, Runner
-from stress.slow import slow_groups
-from stress.worlds import Threads, of_transport, process_context
+from stress.worlds import in_threads, of_transport, process_context
 
 BY_THREADS = ("raise", "coroutine", "call", "scope", "destroy", "drop")
 BY_PROCESSES = (*BY_THREADS, "die")
@@ -105,7 +104,6 @@ def report(
     fault: Fault,
     ctx: RankContext,
     breaks: Callable[[str, Action], None],
-    **how: Any,
 ) -> Report:
     """Run a program on one rank until its end; `breaks` causes the fault."""
     at: list[float] = []
@@ -125,15 +123,14 @@ def report(
         breaks(fault.kind, action)
         return action
 
-    runner = Runner(program, ctx, before=before, **how)
+    runner = Runner(program, ctx, before=before)
     try:
         runner.run(STEPS)
         end = End("all steps", at=time.monotonic())
     except BaseException as error:
         end = raised(error)
-        for scopes in ctx.scopes:
-            if scopes is not None:
-                scopes.abandon(error)
+        for comm in filter(None, ctx.comms):
+            comm.fail(error)
     return Report(end, at[0] if at else None)
 
 
@@ -144,27 +141,24 @@ def another_call(call: Call) -> Call:
 
 def by_threads(fault: Fault, program: Program) -> list[Report]:
     """How every rank ends; an error where one hangs."""
-    world = Threads(program, timeout=TIMEOUT_S)
 
-    def body(ctx: RankContext) -> Report:
+    def body(ctx: RankContext, hubs: list[Hub]) -> Report:
         def breaks(kind: str, action: Action) -> None:
-            scopes = ctx.scopes[action.group]
-            if kind == "destroy" and scopes is not None:
-                scopes.close()
+            comm = ctx.comms[action.group]
+            if kind == "destroy" and comm is not None:
+                comm.close()
             if kind == "drop":
-                for hub, ranks in zip(world.hubs, program.groups, strict=True):
+                for hub, ranks in zip(hubs, program.groups, strict=True):
                     if ctx.rank in ranks:
                         hub.kill(ranks.index(ctx.rank))
 
-        return report(program, fault, ctx, breaks, delays=world.delays[ctx.rank])
+        return report(program, fault, ctx, breaks)
 
-    reports: list[Report] = world.run(body, deadline=2 * TIMEOUT_S)
-    return reports
+    return in_threads(program, body, 2 * TIMEOUT_S, timeout=TIMEOUT_S)
 
 
 def _body(rank: int, fault: Fault, seed: int) -> Report:
     program = Program.of(seed, dist.get_world_size())
-    delays = slow_groups(f"{seed} {rank}")
     ctx = process_context(program, TIMEOUT_S)
 
     def breaks(kind: str, action: Action) -> None:
@@ -175,7 +169,7 @@ def _body(rank: int, fault: Fault, seed: int) -> Report:
         if kind == "drop":
             drop_links()
 
-    return report(program, fault, ctx, breaks, delays=delays)
+    return report(program, fault, ctx, breaks)
 
 
 def drop_links() -> None:

@@ -63,9 +63,6 @@ class Scope:
     owner: int
     bucket: int
 
-    def __str__(self) -> str:
-        return f"group {self.group}, owner {self.owner}, bucket {self.bucket}"
-
 
 @dataclass(frozen=True)
 class Call:
@@ -77,10 +74,6 @@ class Call:
     codec: str
     average: bool
     waits: bool
-
-    def __str__(self) -> str:
-        how = "waiting" if self.waits else "async"
-        return f"group {self.group}, {how} {self.kind} of {self.numel} through {self.codec}"
 
 
 Action = Scope | Call
@@ -144,7 +137,27 @@ class Program:
 
     def order(self, rank: int, number: int) -> list[int]:
         """A rank's order of the actions of a step, as indices."""
-        return order(self.step(number), random.Random(f"order {self.seed} {rank} {number}"))
+        step, draw = self.step(number), random.Random(f"order {self.seed} {rank} {number}")
+
+        def stream(action: Action) -> tuple[int, int]:
+            owner = action.owner if isinstance(action, Scope) else -1
+            return action.group, owner if step.free else 0
+
+        queues: dict[tuple[int, int], list[int]] = {}
+        waiting: list[int] = []
+        for index, action in enumerate(step.actions):
+            queues.setdefault(stream(action), []).append(index)
+            if isinstance(action, Call) and action.waits:
+                waiting.append(index)
+        ordered: list[int] = []
+        while queues:
+            ready = [q for q in queues.values() if q[0] not in waiting or q[0] == waiting[0]]
+            index = draw.choice(ready).pop(0)
+            if waiting and index == waiting[0]:
+                waiting.pop(0)
+            ordered.append(index)
+            queues = {key: queue for key, queue in queues.items() if queue}
+        return ordered
 
     def takes_part(self, rank: int, action: Action) -> bool:
         return rank in self.groups[action.group]
@@ -190,27 +203,3 @@ def _merged(draw: random.Random, queues: list[list[Action]]) -> Iterator[Action]
         queue = draw.choice(queues)
         yield queue.pop(0)
         queues = [queue for queue in queues if queue]
-
-
-def order(step: Step, draw: random.Random) -> list[int]:
-    """One rank's order of a step: indices of its actions."""
-
-    def stream(action: Action) -> tuple[int, int]:
-        owner = action.owner if isinstance(action, Scope) else -1
-        return action.group, owner if step.free else 0
-
-    queues: dict[tuple[int, int], list[int]] = {}
-    waiting: list[int] = []
-    for index, action in enumerate(step.actions):
-        queues.setdefault(stream(action), []).append(index)
-        if isinstance(action, Call) and action.waits:
-            waiting.append(index)
-    ordered: list[int] = []
-    while queues:
-        ready = [q for q in queues.values() if q[0] not in waiting or q[0] == waiting[0]]
-        index = draw.choice(ready).pop(0)
-        if waiting and index == waiting[0]:
-            waiting.pop(0)
-        ordered.append(index)
-        queues = {key: queue for key, queue in queues.items() if queue}
-    return ordered

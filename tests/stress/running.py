@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-import gradwire as gw
+from averaging import started
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, Attached, Compressed, Context, ErrorFeedback, Steps
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, Request
+from gradwire.engine import Communicator
 from gradwire.lang import Codec, rng
 from stress.programs import Action, Call, Parameter, Program, Scope
-from stress.scopes import Scopes
 from stress.slow import Delays
+from typed_values import call
 
 CODECS: dict[str, Codec] = {
     "qsgd": codecs.get("qsgd"),
@@ -91,13 +92,18 @@ class RankContext:
     """One rank's groups in a run.
 
     Attributes:
-        scopes: per group; None if the rank is not in it.
+        comms: per group; None if the rank is not in it.
         groups: per group, the argument of public functions.
+        delays: before its calls.
+        in_order: keep the program's own order, without awaiting collectives: links without tags
+            need it.
     """
 
     rank: int
-    scopes: Sequence[Scopes | None]
+    comms: Sequence[Communicator | None]
     groups: Sequence[Any]
+    delays: Delays | None = None
+    in_order: bool = False
 
 
 class Runner:
@@ -105,8 +111,6 @@ class Runner:
 
     Args:
         serial: one collective at a time, in the program's own order, each awaited.
-        in_order: keep the program's own order, without awaiting collectives: links without tags
-            need it.
         before: called before an action is issued, with (step, place in this rank's order, action);
             the action that it returns is issued instead.
 
@@ -119,22 +123,16 @@ class Runner:
         program: Program,
         ctx: RankContext,
         serial: bool = False,
-        in_order: bool = False,
-        delays: Delays | None = None,
         before: Callable[[int, int, Action], Action] = lambda step, place, action: action,
     ) -> None:
-        self.program = program
-        self.ctx = ctx
-        self.serial = serial
-        self.in_order = in_order
-        self.delays = delays
-        self.before = before
+        self.program, self.ctx, self.serial, self.before = program, ctx, serial, before
         self.found: dict[tuple[int, int], str] = {}
         self._draw = random.Random(f"rank {ctx.rank} of {program.seed}")
-        self._owners: list[Any] = []
-        for owner in program.owners:
-            scopes = ctx.scopes[owner.group]
-            self._owners.append(scopes and scopes.open(owner.name, owner.window))
+        comms = [ctx.comms[owner.group] for owner in program.owners]  # all open them in one order
+        self._owners: list[Any] = [
+            comm and comm.owner(owner.name, window=owner.window)
+            for comm, owner in zip(comms, program.owners, strict=True)
+        ]
         self._members: dict[tuple[int, Parameter], Attached] = {}
         self._later: list[tuple[tuple[int, int], Callable[[], Left]]] = []
 
@@ -148,7 +146,7 @@ class Runner:
     def step(self, number: int) -> None:
         step = self.program.step(number)
         indices = list(range(len(step.actions)))
-        if not (self.serial or self.in_order):
+        if not (self.serial or self.ctx.in_order):
             indices = self.program.order(self.ctx.rank, number)
         running = []
         before, self._later = self._later, []
@@ -156,8 +154,8 @@ class Runner:
             action = self.before(number, place, step.actions[index])
             if not self.program.takes_part(self.ctx.rank, action):
                 continue
-            if self.delays is not None:
-                self.delays.before_call()
+            if self.ctx.delays is not None:
+                self.ctx.delays.before_call()
             key = number, index
             if isinstance(action, Scope):
                 parameters = self.program.layout(action.owner, number)[action.bucket]
@@ -185,12 +183,10 @@ class Runner:
         return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
     def _scope(self, action: Scope, number: int) -> Callable[[], Left]:
-        scopes, owner = self.ctx.scopes[action.group], self._owners[action.owner]
-        assert scopes is not None
         parameters = self.program.layout(action.owner, number)[action.bucket]
         members = [self._member(action.owner, p, i) for i, p in enumerate(parameters)]
         gradients = [self.values(p.numel, number, p.name) for p in parameters]
-        future: Future[None] = scopes.start(owner, members, gradients)
+        future: Future[Any] = started(self._owners[action.owner], members, gradients)
 
         def wait() -> Left:
             future.result(WAIT_S)
@@ -206,43 +202,27 @@ class Runner:
         member.aggregator = wrapper(member.aggregator)
 
     def _member(self, owner: int, parameter: Parameter, rotation: int) -> Attached:
-        key = owner, parameter
+        key, name = (owner, parameter), parameter.name
         if key not in self._members:
-            scopes = self.ctx.scopes[self.program.owners[owner].group]
-            assert scopes is not None
-            keys = rng.parameter_keys(self.program.seed, parameter.name, scopes.comm.rank)
-            shape = (parameter.numel,)
-            made = Attached(parameter.name, shape, aggregator(parameter), keys, rotation)
-            self._members[key] = made
+            keys = rng.parameter_keys(self.program.seed, name, self._owners[owner].comm.rank)
+            of = (parameter.numel,), aggregator(parameter), keys, rotation
+            self._members[key] = Attached(name, *of)
         return self._members[key]
 
     def _call(self, action: Call, number: int, index: int) -> Callable[[], Left]:
         size = len(self.program.groups[action.group])
-        shard, whole = action.numel, action.numel * size
-        given = self.values(whole if action.kind == "reduce_scatter" else shard, number, index)
-        result = given
-        how: dict[str, Any] = {
-            "group": self.ctx.groups[action.group],
-            "async_op": not action.waits,
-            "seed": self.program.seed,
-            "step": number,
-            "name": "call",
-        }
-        op = "avg" if action.average else "sum"
-        codec = CODECS[action.codec]
-        if action.kind == "all_reduce":
-            future = gw.all_reduce(result, codec, op=op, **how)
-        elif action.kind == "reduce_scatter":
-            result = torch.empty(shard)
-            future = gw.reduce_scatter(result, given, codec, op=op, **how)
-        else:
-            result = torch.empty(whole)
-            future = gw.all_gather(result, given, codec, **how)
+        scatters = action.kind == "reduce_scatter"
+        given = self.values(action.numel * (size if scatters else 1), number, index)
+        how: dict[str, Any] = {"group": self.ctx.groups[action.group], "async_op": not action.waits}
+        how |= {"seed": self.program.seed, "step": number, "name": "call"}
+        if action.kind != "all_gather":
+            how["op"] = "avg" if action.average else "sum"
+        result, future = call(action.kind, given, size, CODECS[action.codec], **how)
 
         def wait() -> Left:
             if future is not None:
                 future.wait()
-            return ([], [result]) if action.kind == "reduce_scatter" else ([result], [])
+            return ([], [result]) if scatters else ([result], [])
 
         return wait
 

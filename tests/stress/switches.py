@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import End, ends
 from stress.slow import slow_groups
 from stress.worlds import of_transport
+from training import backward, flat, mlp
 
 TIMEOUT_S = 60.0
 AFTER = 6  # steps of a resumed run
@@ -41,11 +41,11 @@ CHANGES: list[dict[str, Any]] = [
     {"codecs": {"2.weight": None}},
     {"include": ["*.bias"]},
     {"include": []},
-    {"algorithm": "ring"},
-    {"algorithm": "sra"},
-    {"algorithm": "tree"},
-    {"coalesce_bytes": 0},
-    {"coalesce_bytes": 1 << 18},
+    {"options": gw.Options(algorithm="ring")},
+    {"options": gw.Options()},
+    {"options": gw.Options(algorithm="tree")},
+    {"options": gw.Options(coalesce_bytes=0)},
+    {"options": gw.Options(coalesce_bytes=1 << 18)},
     {"error_feedback": True},
     {"error_feedback": False},
 ]
@@ -104,35 +104,24 @@ class Report:
     resumed: list[str]
 
 
-def made() -> DDP:
-    torch.manual_seed(0)
-    layers = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)]
-    return DDP(nn.Sequential(*layers), bucket_cap_mb=0.01)
-
-
 def train(model: DDP, number: int) -> None:
     """One step."""
     made = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    loss = model(torch.randn(8, 32, generator=made)).square().mean()
-    for p in model.parameters():
-        p.grad = None
-    loss.backward()
+    backward(model, torch.randn(8, 32, generator=made))
     with torch.no_grad():
         for p in model.parameters():
             p -= 0.02 * p.grad
 
 
 def digest(model: DDP) -> str:
-    return str(
-        hash(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().tobytes())
-    )
+    return str(hash(flat(model).numpy().tobytes()))
 
 
 def body(rank: int, run: Run) -> Report:
     draw = random.Random(f"delays {run.seed} {rank}")
     slow_groups(f"{run.seed} {rank}", sends=0.01)
-    model = made()
-    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    model = DDP(mlp(32, 64, 64, 8), bucket_cap_mb=0.01)
+    handle = gw.attach(model, bits=4, options=gw.Options(coalesce_bytes=0))
     changes, asked = run.changes(), run.asked(rank)
     versions = []
     for number in range(run.steps):

@@ -10,13 +10,11 @@ from itertools import product
 import pytest
 import torch
 
-from gradwire.aggregators import Context
-from gradwire.collectives import AllReduce
-from gradwire.lang import rng
+from averaging import averaged
 from products import EXHAUSTIVE, exhaustive
 from stress import worlds
 from stress.programs import TIMES, WAYS, Call, Program, Scope
-from stress.running import CODECS, Chained, difference, strayed
+from stress.running import Chained, difference, strayed
 
 STEPS = 3 * TIMES
 
@@ -39,9 +37,9 @@ PROCESSES = [*product(range(3, 3 + TIMES), (3, 2), ("shm", "gloo"))]
 def test_concurrent_programs_equal_their_serial_execution(seed: int, ranks: int, way: str) -> None:
     """Also over links without tags ("fifo"): one order of all owners' scopes."""
     program = Program.of(seed, ranks)
-    expected = worlds.serially(program, STEPS)
+    expected = worlds.by_threads(program, STEPS, serial=True)
     if way in ("threads", "fifo"):
-        found = worlds.by_threads(program, STEPS, way == "fifo")
+        found = worlds.by_threads(program, STEPS, fifo=way == "fifo")
     else:
         found = worlds.by_processes(program, STEPS, way == "shm")
     assert strayed(program, expected) is None
@@ -94,33 +92,15 @@ def test_programs_have_all_that_the_stress_is_about() -> None:
 def test_a_serial_execution_is_the_average() -> None:
     """Compared with torch's averages: with Identity, every round has only fp32's error."""
     rounds = tuple((numel, "identity", "all_reduce") for numel in (700, 1000, 200))
-    data = [torch.randn(1000) for _ in range(3)]
-    running = [
-        Chained(rounds).aggregate(
-            [Context("p", (1000,), gradient.clone(), rank, 3, 0, {}, rng.Keys(0, 0), None)]
-        )
-        for rank, gradient in enumerate(data)
-    ]
-    asked = [next(steps)[0] for steps in running]
-    while True:
-        assert all(isinstance(request, AllReduce) for request in asked)
-        mean = torch.stack([request.values for request in asked]).mean(0)
-        ended = []
-        for at, steps in enumerate(running):
-            try:
-                asked[at] = steps.send([mean.clone()])[0]
-            except StopIteration as end:
-                ended += end.value
-        if ended:
-            break
-    for total in ended:
-        torch.testing.assert_close(total, torch.stack(data).mean(0))
-    assert CODECS["identity"] is asked[0].codec
+    data = [[torch.randn(1000)] for _ in range(3)]
+    found = averaged([(1000,)], Chained(rounds), [data])
+    mean = torch.stack([gradient for (gradient,) in data]).mean(0)
+    torch.testing.assert_close(found[0][0][0][0], mean)
 
 
 def test_what_differs_is_found_and_named() -> None:
     program = Program.of(6, 2)
-    expected = worlds.serially(program, 3)
+    expected = worlds.by_threads(program, 3, serial=True)
     assert strayed(program, expected) is None
     key = sorted(expected[1])[4]
     changed = [dict(rank) for rank in expected]

@@ -10,105 +10,84 @@ from typing import Any
 import torch.distributed as dist
 
 from fifo import FifoHub
+from gradwire import groups
+from gradwire.engine import Communicator
 from gradwire.transport import Hub
-from ranks import as_processes
+from ranks import as_processes, at_once
 from stress.programs import Program
 from stress.running import Found, RankContext, Runner
-from stress.scopes import Scopes, of_processes, of_threads
 from stress.slow import Delays, Slow, slow_groups
-from transport.shm_ends import at_once
 
 TIMEOUT_S = 60.0  # of the transports
 
 
-class Threads:
-    """The groups of a program, whose ranks are threads of this process.
+def in_threads(
+    program: Program,
+    body: Callable[[RankContext, list[Hub]], Any],
+    seconds: float,
+    delayed: bool = True,
+    fifo: bool = False,
+    timeout: float = TIMEOUT_S,
+) -> list[Any]:
+    """Run `body` on all ranks, threads of this process, with the hubs of the program's groups.
 
     Args:
+        seconds: after which a rank hangs, which is an error.
+        delayed: whether sends and calls are late at random.
         fifo: over links with in-order delivery and no tags.
         timeout: seconds that a transport waits.
-        delayed: whether sends and calls are late at random.
-
-    Attributes:
-        hubs: by group.
     """
-
-    def __init__(
-        self,
-        program: Program,
-        fifo: bool = False,
-        timeout: float = TIMEOUT_S,
-        delayed: bool = True,
-    ) -> None:
-        self.program = program
-        self.fifo = fifo
-        self.hubs = [Hub(len(ranks), timeout) for ranks in program.groups]
-        links = [FifoHub(len(ranks), timeout=timeout) for ranks in program.groups]
-        self.delays: list[Delays | None] = [
-            Delays(f"{program.seed} {rank}") if delayed else None for rank in range(program.ranks)
-        ]
-        self.contexts = []
-        for rank, delays in enumerate(self.delays):
-            scopes: list[Scopes | None] = []
-            for group, ranks in enumerate(program.groups):
-                if rank not in ranks:
-                    scopes.append(None)
-                    continue
-                at = ranks.index(rank)
-                transport: Any = self.hubs[group].transport(at)
-                if delays is not None:
-                    transport = Slow(transport, delays)
-                scopes.append(of_threads(transport, links[group].link(at) if fifo else None))
-            self.contexts.append(RankContext(rank, scopes, [s and s.comm for s in scopes]))
-
-    def run(self, body: Callable[[RankContext], Any], deadline: float) -> list[Any]:
-        """Run `body` on all ranks concurrently; returns their results, or raises the first error;
-        ranks that have not ended within `deadline` seconds are one."""
-        try:
-            return at_once(*(partial(body, ctx) for ctx in self.contexts), seconds=deadline)
-        finally:
-            for ctx in self.contexts:
-                for scopes in ctx.scopes:
-                    if scopes is not None:
-                        scopes.close()
-
-    def runner(self, ctx: RankContext, **how: Any) -> Runner:
-        delays = self.delays[ctx.rank]
-        return Runner(self.program, ctx, in_order=self.fifo, delays=delays, **how)
+    hubs = [Hub(len(ranks), timeout) for ranks in program.groups]
+    links = [FifoHub(len(ranks), timeout=timeout) for ranks in program.groups]
+    contexts = []
+    for rank in range(program.ranks):
+        delays = Delays(f"{program.seed} {rank}") if delayed else None
+        comms: list[Communicator | None] = []
+        for hub, link, ranks in zip(hubs, links, program.groups, strict=True):
+            if rank not in ranks:
+                comms.append(None)
+                continue
+            at = ranks.index(rank)
+            end: Any = hub.transport(at) if delays is None else Slow(hub.transport(at), delays)
+            own = link.link(at) if fifo else None
+            comms.append(Communicator(end, links=lambda device, own=own: own))  # type: ignore[misc]
+        contexts.append(RankContext(rank, comms, comms, delays, fifo))
+    try:
+        return at_once(*(partial(body, ctx, hubs) for ctx in contexts), seconds=seconds)
+    finally:
+        for comm in (comm for ctx in contexts for comm in ctx.comms if comm is not None):
+            comm.close()
 
 
 def deadline(steps: int) -> float:
     return 100.0 + 2 * steps
 
 
-def serially(program: Program, steps: int) -> list[Found]:
-    """Each rank's results of a serial execution."""
-    world = Threads(program, delayed=False)
-    return world.run(lambda ctx: Runner(program, ctx, serial=True).run(steps), deadline(steps))
+def by_threads(program: Program, steps: int, serial: bool = False, **how: Any) -> list[Found]:
+    """Each rank's results: of a serial execution, or of a concurrent one, with delays."""
 
+    def body(ctx: RankContext, _: list[Hub]) -> Found:
+        return Runner(program, ctx, serial).run(steps)
 
-def by_threads(program: Program, steps: int, fifo: bool = False) -> list[Found]:
-    """Each rank's results of a concurrent execution, with delays."""
-    world = Threads(program, fifo)
-    return world.run(lambda ctx: world.runner(ctx).run(steps), deadline(steps))
+    return in_threads(program, body, deadline(steps), not serial, **how)
 
 
 # ---- processes
 
 
 def process_context(program: Program, timeout: float = TIMEOUT_S) -> RankContext:
-    """This process's groups, made for the program."""
-    limit = timedelta(seconds=timeout)  # new groups do not inherit it
+    """This process's groups, made for the program, and slow."""
+    rank, limit = dist.get_rank(), timedelta(seconds=timeout)  # new groups do not inherit it
+    delays = slow_groups(f"{program.seed} {rank}")
     made = [dist.new_group(list(ranks), timeout=limit) for ranks in program.groups]
-    member = [dist.get_rank() in ranks for ranks in program.groups]
-    chosen = [group if inside else None for group, inside in zip(made, member, strict=True)]
-    return RankContext(dist.get_rank(), [g and of_processes(g) for g in chosen], chosen)
+    pairs = zip(made, program.groups, strict=True)
+    chosen = [group if rank in ranks else None for group, ranks in pairs]
+    return RankContext(rank, [g and groups.communicator(g) for g in chosen], chosen, delays)
 
 
 def _run(rank: int, seed: int, steps: int) -> Found:
     program = Program.of(seed, dist.get_world_size())
-    delays = slow_groups(f"{seed} {rank}")
-    return Runner(program, process_context(program), delays=delays).run(steps)
+    return Runner(program, process_context(program)).run(steps)
 
 
 def by_processes(program: Program, steps: int, shm: bool) -> list[Found]:

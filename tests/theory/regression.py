@@ -23,7 +23,7 @@ RATE, STEPS, LAST = 0.1, 300, 100
 BATCH = 32
 
 CODECS: dict[str, Codec] = {
-    "RandomShift": gw.RandomShift(bits=8, block=16),
+    "RandomShift": gw.codecs.RandomShift(bits=8, block=16),
     "QSGD, fp32 metadata": gw.QSGD(bits=8, block=16, rounding="stochastic", metadata="fp32"),
     "QSGD, bf16 metadata": gw.QSGD(bits=8, block=16, rounding="stochastic"),
 }

@@ -83,37 +83,30 @@ def test_lemma_5_sparsity() -> None:
 # Lemma 4 ----------------------------------------------------------------------------------------
 
 
-def lattice_points(coarse: float, choice: str) -> Tensor:
-    """A point of coarse Z^n + r 1 for each of DRAWS shifts r."""
+def lattice_errors(coarse: float, arbitrary: bool = False) -> Mean:
+    """Squared errors of a point of coarse Z^n + r 1 for each of DRAWS shifts r."""
     generator = Generator().manual_seed(2)
     x = X.expand(DRAWS, -1)
     points = nearest(x, coarse, shifts(x, coarse, generator))
-    if choice == "arbitrary":
+    if arbitrary:
         points = points + coarse * torch.randint(-1, 2, points.shape, generator=generator)
-    return points
+    return mean((points - X).square())
 
 
 def test_lemma_4() -> None:
     """E |Q_fine(x) - x|^2 <= fine/coarse E_r |x*_r - x|^2, coordinate by coordinate.
 
     Conditions: coarse/fine is an integer above 1; x*_r is any point of coarse Z^n + r 1, chosen
-    for each r. The nearest point is the hardest case.
+    for each r. The nearest point is the hardest case. It holds squared and for every ratio: E
+    |Q_fine(x) - x|^2 <= (fine/coarse)^2 E_r |x*_r - x|^2, whether or not the ratio is integer. For
+    both lattices errors are uniform (above), so equality holds for the nearest points.
     """
     fine = mean((draws(shifted) - X).square())
-    for ratio, choice in product((2, 3, 16), ("nearest", "arbitrary")):
-        coarse = mean((lattice_points(ratio * STEP, choice) - X).square())
-        assert fine.less(coarse, 1 / ratio).at_most(0.0), (ratio, choice)
-
-
-def test_lemma_4_holds_squared_and_for_every_ratio() -> None:
-    """E |Q_fine(x) - x|^2 <= (fine/coarse)^2 E_r |x*_r - x|^2, whether or not the ratio is integer.
-
-    For both lattices errors are uniform (above), so equality holds for the nearest points.
-    """
-    fine = mean((draws(shifted) - X).square())
+    for ratio, arbitrary in product((2, 3, 16), (False, True)):
+        coarse = lattice_errors(ratio * STEP, arbitrary)
+        assert fine.less(coarse, 1 / ratio).at_most(0.0), (ratio, arbitrary)
     for ratio in (1.3, 2, 2.5, 16):
-        coarse = mean((lattice_points(ratio * STEP, "nearest") - X).square())
-        assert fine.less(coarse, 1 / ratio**2).within(0.0), ratio
+        assert fine.less(lattice_errors(ratio * STEP), 1 / ratio**2).within(0.0), ratio
 
 
 def test_lemma_4_needs_the_shift() -> None:

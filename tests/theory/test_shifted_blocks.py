@@ -19,7 +19,7 @@ SPAN = float(VALUES.double().max() - VALUES.double().min())
 @cache
 def errors(bits: int) -> Tensor:
     """[DRAWS, BLOCK], in float64: of the same values in DRAWS blocks, each with its own shift."""
-    codec = gw.RandomShift(bits=bits, block=BLOCK)
+    codec = gw.codecs.RandomShift(bits=bits, block=BLOCK)
     values = VALUES.repeat(DRAWS)
     decoded = round_trip(codec, values, key=bits)
     return (decoded.double() - values.double()).view(DRAWS, BLOCK)

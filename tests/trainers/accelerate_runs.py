@@ -10,21 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from trained import (
-    BATCHES,
     CODEC,
     DEVICE,
     HOW,
     as_under_torchrun,
+    batches,
     compressed,
-    data,
     exact,
-    flat,
     net,
-    replicas_alike,
 )
 
 import gradwire as gw
 from ranks import refuses
+from training import flat, same_everywhere
 
 
 def made() -> tuple[Any, Any, Any, gw.Handle]:
@@ -37,8 +35,8 @@ def made() -> tuple[Any, Any, Any, gw.Handle]:
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, handle: gw.Handle) -> None:
-    for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
-        accelerator.backward(model(batch[dist.get_rank()].to(DEVICE)).square().mean())
+    for batch in batches():
+        accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
@@ -56,7 +54,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     accelerator.save_state(str(folder / "state"))
     dist.barrier()
     train(*first)
-    replicas_alike(flat(model))
+    assert same_everywhere(flat(model))
     again = accelerator, resumed, _, other = made()
     accelerator.load_state(str(folder / "state"))
     exact(other.full_state_dict(), saved(folder))
@@ -64,7 +62,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert torch.equal(flat(resumed), flat(model))
     # One object in the checkpoint, whatever was attached before.
     other.detach()
-    assert not other.attached
+    assert not other._reductions.installed
     last = gw.accelerate.attach(again[0], resumed, CODEC, **HOW)
     again[0].load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))
@@ -74,12 +72,10 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     last = gw.accelerate.attach(accelerator, model, CODEC, **HOW)
     accelerator.load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))
-    told = refuses("", lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]
-    assert "give the Accelerator first" in told
+    refuses("give the Accelerator first", lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]
     # A handle by itself would be rank 0's.
     accelerator.register_for_checkpointing(handle)
-    told = refuses("", lambda: accelerator.save_state(str(folder / "wrong")))
-    assert "gw.accelerate.attach" in told
+    refuses("gw.accelerate.attach", lambda: accelerator.save_state(str(folder / "wrong")))
 
 
 def a_part_of_the_ranks_is_refused(rank: int, folder: Path) -> None:
@@ -88,6 +84,6 @@ def a_part_of_the_ranks_is_refused(rank: int, folder: Path) -> None:
     accelerator, two = accelerate.Accelerator(cpu=DEVICE == "cpu"), dist.new_group([0, 1])
     if rank < 2:
         model = DistributedDataParallel(net(), process_group=two)
-        told = refuses("", lambda: gw.accelerate.attach(accelerator, model))
-        assert "save handle.checkpoint() on every rank" in told
+        said = "save handle.checkpoint() on every rank"
+        refuses(said, lambda: gw.accelerate.attach(accelerator, model))
         gw.attach(model)  # nothing is left attached

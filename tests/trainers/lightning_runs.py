@@ -8,26 +8,24 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from trained import (
-    BATCHES,
     CODEC,
     DEVICE,
     HOW,
     as_under_torchrun,
+    batches,
     cluster,
     compressed,
     data,
     exact,
-    flat,
     net,
     read,
-    replicas_alike,
     same_sum,
 )
 
 import gradwire as gw
 from ranks import caught, refuses
+from training import flat, same_everywhere
 
 
 class Module(L.LightningModule):
@@ -99,7 +97,7 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     module = Module()
     trainer, callback, start, logger = fit(folder, module, 1)
     compressed(callback.handle)
-    replicas_alike(flat(module))
+    assert same_everywhere(flat(module))
     assert "trainer.strategy.model in on_fit_start" in str(start.refused)
     steps = [step for step, found in logger.logged if "gradwire/ratio" in found]
     assert steps == ([1] if rank == 0 else [])
@@ -150,14 +148,14 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
         return model, optimizer, gw.attach(model, CODEC, **HOW)
 
     model, optimizer, handle = made()
-    for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
-        fabric.backward(model(batch[rank].to(DEVICE)).square().mean())
+    for batch in batches():
+        fabric.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     compressed(handle)
-    replicas_alike(flat(model))
-    told = refuses("", lambda: fabric.save(folder / "wrong.ckpt", {"gradwire": handle}))
-    assert "gw.lightning.state(handle)" in told
+    assert same_everywhere(flat(model))
+    wrong = folder / "wrong.ckpt", {"gradwire": handle}
+    refuses("gw.lightning.state(handle)", lambda: fabric.save(*wrong))
     fabric.save(folder / "fabric.ckpt", {"model": model, "gradwire": gw.lightning.state(handle)})
     model, optimizer, again = made()
     state = {"model": model, "gradwire": gw.lightning.state(again)}

@@ -10,19 +10,17 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from trained import (
-    BATCHES,
     CODEC,
+    batches,
     compressed,
-    data,
     exact,
-    flat,
     net,
     read,
-    replicas_alike,
     same_sum,
 )
 
 import gradwire as gw
+from training import flat, same_everywhere
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -38,13 +36,13 @@ def loop(config: dict[str, Any]) -> None:
         full = handle.full_state_dict()
         (exact if saved["world_size"] == dist.get_world_size() else same_sum)(full, saved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
+    for batch in batches():
         optimizer.zero_grad()
-        model(batch[dist.get_rank()]).square().mean().backward()
+        model(batch).square().mean().backward()
         optimizer.step()
     if dist.get_world_size() > 1:
         compressed(handle)
-    replicas_alike(flat(model))
+    assert same_everywhere(flat(model))
     with tempfile.TemporaryDirectory() as made:
         gw.ray.save(handle, made)
         rank0 = dist.get_rank() == 0

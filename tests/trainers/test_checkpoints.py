@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,42 +25,46 @@ pytestmark = pytest.mark.multiprocess
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [name for name in packages if find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: gradwire[{packages[0]}]")
+    why = f"not installed: {', '.join(missing)} (gradwire[{packages[0]}])"
+    return pytest.mark.skipif(bool(missing), reason=why)
 
 
-@needs("lightning")
-def test_checkpoints_of_lightning_have_all_ranks(tmp_path: Path) -> None:
-    import lightning_runs as ranks
-
-    both = [
-        ranks.trains_and_resumes,
-        ranks.shards_and_resumes,
-        ranks.fabric_saves_all_ranks,
-        ranks.fabric_loads_shards,
-        ranks.batches_accumulate_and_a_checkpoint_may_lack_gradwire,
-    ]
-    one_by_one(2, both, tmp_path)
-    one_by_one(3, [ranks.resumes_on_three], tmp_path)
-
-
-@needs("transformers", "accelerate")
-def test_checkpoints_of_transformers_have_all_ranks(tmp_path: Path) -> None:
-    import transformers_runs as ranks
-
-    both = [
-        ranks.trains_and_resumes,
-        ranks.a_checkpoint_without_gradwire_warns,
-        ranks.the_backend_is_of_a_group_that_is_made_first,
-    ]
-    one_by_one(2, both, tmp_path)
+KERAS = "averages_are_torchs", "trains_and_resumes", "odd_steps", "what_is_refused"
+# What so many ranks run, in the file of a trainer, where these packages are.
+RUNS: list[tuple[str, tuple[str, ...], dict[int, tuple[str, ...]]]] = [
+    ("lightning_runs", ("lightning",), {
+        2: ("trains_and_resumes", "shards_and_resumes", "fabric_saves_all_ranks",
+            "fabric_loads_shards", "batches_accumulate_and_a_checkpoint_may_lack_gradwire"),
+        3: ("resumes_on_three",),
+    }),
+    ("transformers_runs", ("transformers", "accelerate"), {
+        2: ("trains_and_resumes", "a_checkpoint_without_gradwire_warns",
+            "the_backend_is_of_a_group_that_is_made_first"),
+    }),
+    ("accelerate_runs", ("accelerate",), {
+        2: ("trains_and_resumes",), 3: ("a_part_of_the_ranks_is_refused",),
+    }),
+    ("keras_runs", ("keras", "torch"), {2: KERAS, 1: ("alone",)}),
+    ("keras_runs", ("keras", "tensorflow"), {2: (*KERAS, "tensorflow_alone"), 1: ("alone",)}),
+]  # fmt: skip
 
 
-@needs("accelerate")
-def test_checkpoints_of_accelerate_have_all_ranks(tmp_path: Path) -> None:
-    import accelerate_runs as ranks
-
-    one_by_one(2, [ranks.trains_and_resumes], tmp_path)
-    one_by_one(3, [ranks.a_part_of_the_ranks_is_refused], tmp_path)
+@pytest.mark.parametrize(
+    ("file", "backend", "runs"),
+    [
+        pytest.param(file, packages[-1], runs, marks=needs(*packages), id="-".join(packages))
+        for file, packages, runs in RUNS
+    ],
+)
+def test_checkpoints_have_all_ranks(
+    file: str, backend: str, runs: dict[int, tuple[str, ...]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if file == "keras_runs":
+        monkeypatch.setenv("KERAS_BACKEND", backend)  # of each process that imports Keras
+    of_file = import_module(file)
+    for ranks, names in runs.items():
+        one_by_one(ranks, [getattr(of_file, name) for name in names], tmp_path)
 
 
 @needs("ray")
@@ -81,25 +86,6 @@ def test_checkpoints_of_ray_have_all_workers(
         ray_runs.trains(1, tmp_path, "one")
     finally:
         ray.shutdown()
-
-
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_keras_averages_and_saves_all_ranks(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if missing := [name for name in ("keras", backend) if find_spec(name) is None]:
-        pytest.skip(f"not installed: {', '.join(missing)} (gradwire[keras])")
-    import keras_runs as ranks
-
-    monkeypatch.setenv("KERAS_BACKEND", backend)  # of each process that imports Keras
-    both = [
-        ranks.averages_are_torchs,
-        ranks.trains_and_resumes,
-        ranks.odd_steps,
-        ranks.what_is_refused,
-    ]
-    one_by_one(2, both + [ranks.tensorflow_alone] * (backend == "tensorflow"), tmp_path)
-    one_by_one(1, [ranks.alone], tmp_path)
 
 
 BESIDE = """

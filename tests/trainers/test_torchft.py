@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from trained import compressed, net
 
 import gradwire as gw
-from ranks import as_processes
+from ranks import as_processes, refuses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_ddp.py"
 DIES_JOINING = f"""
@@ -78,10 +80,10 @@ def test_its_modules_and_groups_are_refused() -> None:
     import torchft
 
     model = torchft.DistributedDataParallel(None, torch.nn.Linear(4, 4))
-    with pytest.raises(gw.ConfigError, match="is a process group of torchft, whose ranks come and"):
-        gw.attach(model)
-    with pytest.raises(gw.ConfigError, match="is a process group of torchft, whose ranks come and"):
-        gw.all_reduce(torch.ones(10), group=torchft.ProcessGroupGloo())
+    said = "is a process group of torchft, whose ranks come and"
+    refuses(said, lambda: gw.attach(model))
+    group = torchft.ProcessGroupGloo()
+    refuses(said, lambda: gw.all_reduce(torch.ones(10), group=group))
 
 
 @needs_torchft
@@ -107,16 +109,44 @@ def test_a_replica_group_dies_and_joins_again(tmp_path: Path) -> None:
         assert re.findall(r"step \d+: (\d) groups", text)[-1] == "3"
 
 
+def averages_between_groups(rank: int, replica: int, lighthouse: str) -> torch.Tensor:
+    """FSDP2 in a group of two ranks; its shards are averaged with the other group's."""
+    import torchft
+
+    example = runpy.run_path(str(EXAMPLE))
+    model: torch.nn.Module = net()
+    fully_shard(model)
+    handle = gw.attach(model, "qsgd:bits=4", error_feedback=True)
+    manager = torchft.Manager(
+        example["CompressedGloo"](gw.QSGD(bits=8), smallest=1024), lambda _: None, dict,
+        min_replica_size=2, replica_id=f"replica{replica}", lighthouse_addr=lighthouse,
+        rank=rank, world_size=2, store_addr=os.environ["MASTER_ADDR"],
+        store_port=int(os.environ["MASTER_PORT"]), init_sync=False,
+    )  # fmt: skip
+    model.set_all_reduce_hook(lambda shard: manager.allreduce(shard).wait())
+    optimizer = torchft.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    draw = torch.Generator().manual_seed(2 * replica + rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64, generator=draw)).square().mean().backward()
+        optimizer.step()
+    assert manager.current_step() == 3
+    assert manager.num_participants() == 2
+    compressed(handle)
+    whole = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+    manager.shutdown()
+    return whole.detach()
+
+
 @needs_torchft
 @pytest.mark.multiprocess
 def test_attach_within_replica_groups() -> None:
-    import torchft_runs as ranks
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=60000)
     with ThreadPoolExecutor(2) as pool:
         groups = [
-            pool.submit(as_processes, 2, ranks.averages_between_groups, of, lighthouse.address())
+            pool.submit(as_processes, 2, averages_between_groups, of, lighthouse.address())
             for of in range(2)
         ]
         first, *others = [weights for group in groups for weights in group.result()]

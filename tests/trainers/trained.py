@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire as gw
+from training import mlp
 
 CODEC = "qsgd:bits=4"
 HOW = {"error_feedback": True, "policy": "lgreco"}  # which decides nothing in so few steps
@@ -37,8 +38,7 @@ def cluster() -> dict[str, Any]:
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    return mlp(64, 64, 64, between=nn.Tanh)
 
 
 def data() -> torch.Tensor:
@@ -54,14 +54,10 @@ def compressed(handle: gw.Handle | None) -> None:
     assert stats["residual_bytes"] > 0
 
 
-def replicas_alike(weights: torch.Tensor) -> None:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, weights)
-    assert all(torch.equal(other, weights) for other in found)
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+def batches() -> Iterator[torch.Tensor]:
+    """This rank's."""
+    of_all = data().view(BATCHES, dist.get_world_size(), 4, 64)
+    return iter(of_all[:, dist.get_rank()].to(DEVICE))
 
 
 def read(path: Path | str) -> Any:
@@ -99,9 +95,3 @@ def same_sum(full: Any, saved: Any) -> None:
             for state in (full, saved)
         )
         torch.testing.assert_close(now, before, atol=1e-7, rtol=1e-5)
-
-
-def dumped(full: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(full, file)
-    return file.getvalue()

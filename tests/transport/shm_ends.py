@@ -7,16 +7,20 @@ import os
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from gradwire.errors import TransportError
+from gradwire.transport import shm, shm_library
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_process import Stores
+from gradwire.transport.shm_store import Stores
 from ranks import at_once, caught
 
 Key = tuple[int, int, int]  # source, destination, tag
@@ -38,6 +42,45 @@ def taken(end: Any, nbytes: int) -> torch.Tensor:
     memory: torch.Tensor | None = end.store.take(nbytes)
     assert memory is not None
     return memory
+
+
+def exchanged(lender: Any, borrower: Any, data: torch.Tensor, **how: Any) -> torch.Tensor:
+    """The message, once it has arrived and been given back, and its send has ended."""
+    loan = borrower.borrow(len(data), lender.rank, 7)
+    sent = lender.isend(data, borrower.rank, 7, **how)
+    message: torch.Tensor = loan.wait()
+    assert torch.equal(message, data)
+    loan.give_back()
+    sent.wait()
+    return message
+
+
+@contextmanager
+def compiled(source: str, **constants: float) -> Iterator[None]:
+    """With another source in C, and other constants of shm.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shm_library, "source", lambda: source)
+        for name, value in constants.items():
+            patch.setattr(shm, name, value)
+        shm_library.load.cache_clear()
+        yield
+    shm_library.load.cache_clear()
+
+
+def open_files() -> list[str]:
+    """What this process's descriptors are of."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return links
+
+
+def mapped() -> Counter[str]:
+    """How often each of gradwire's files is mapped: (inode) name -> mappings."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    named = [(line[4], line[5]) for line in lines if "memfd:gradwire" in line[-1]]
+    return Counter(f"{inode} {name.strip()}" for inode, name in named)
 
 
 def linked(

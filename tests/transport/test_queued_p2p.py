@@ -6,6 +6,8 @@ tests/multiprocess/test_in_order_processes.py has real ones, over gloo.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 from gradwire import TransportError, groups
 from gradwire.transport.link import Posting
 from gradwire.transport.queued_p2p import QueuedP2P
+from gradwire.transport.torch_p2p import timeout_of
+from ranks import raises
 
 CPU = torch.device("cpu")
 
@@ -31,11 +35,16 @@ class Work:
 class Group:
     """Like one over NCCL if it `coalesces`, else like one over gloo."""
 
-    def __init__(self, coalesces: bool, size: int = 3, failing: str = "") -> None:
+    def __init__(
+        self, coalesces: bool, size: int = 3, failing: str = "", device: str = "cpu"
+    ) -> None:
         self.log: list[Any] = []
         self.supports_coalescing = coalesces
-        self.failing = failing
+        self.failing, self.device = failing, device
         self._size = size
+
+    def name(self) -> str:
+        return "nccl" if self.supports_coalescing else "gloo"
 
     def rank(self) -> int:
         return 0
@@ -44,6 +53,8 @@ class Group:
         return self._size
 
     def _get_backend(self, device: torch.device) -> Group:
+        if device.type != self.device:
+            raise RuntimeError("no backend for that device")
         return self
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
@@ -130,9 +141,8 @@ def test_a_batch_that_cannot_be_posted_names_the_peer_and_ends_its_group(coalesc
     for failing, peer in (("send", 1), ("recv", 2)):
         group = Group(coalesces, failing=failing)
         link = made(group)
-        with pytest.raises(TransportError, match="exchange with rank") as caught:
-            link.post(batch())
-        assert caught.value.peer == peer
+        error = raises(TransportError, partial(link.post, batch()), "exchange with rank")
+        assert error.peer == peer
         assert (group.log[-1] == "end") == coalesces
 
 
@@ -140,34 +150,29 @@ def test_a_wait_that_fails_is_explained_by_the_host() -> None:
     group = Group(coalesces=True, failing="batch")
     link = made(group)
     pending = link.post(batch())
-    with pytest.raises(TransportError, match="aborted") as caught:
-        pending.wait()
-    assert caught.value.peer == 1
+    assert raises(TransportError, pending.wait, "aborted").peer == 1
     assert not link.host.waiting
     link.fail(2)
     assert link.host.failed == [2]  # type: ignore[attr-defined]
 
 
-class Named:
-    """A group whose backend for CUDA has a name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def name(self) -> str:
-        return self._name
-
-    def _get_backend(self, device: torch.device) -> Named:
-        if device.type != "cuda":
-            raise RuntimeError("no backend for that device")
-        return self
-
-
 def test_nccl_is_taken_where_it_carries_the_device() -> None:
+    of_cuda = [Group(nccl, device="cuda") for nccl in (True, False)]
     cuda = torch.device("cuda", 0)
-    assert groups.keeps_order(Named("nccl"), cuda)  # type: ignore[arg-type]
-    assert not groups.keeps_order(Named("gloo"), cuda)  # type: ignore[arg-type]
-    assert not groups.keeps_order(Named("nccl"), CPU)  # type: ignore[arg-type]
+    assert [groups.keeps_order(group, cuda) for group in of_cuda] == [True, False]  # type: ignore[arg-type]
+    assert not groups.keeps_order(of_cuda[0], CPU)  # type: ignore[arg-type]
+
+
+def test_the_timeout_is_that_of_the_backend_for_the_cpu_or_else_of_another() -> None:
+    seconds = {"cuda": 7, "cpu": 5}
+    for kinds in (["cuda"], ["cuda", "cpu"]):
+        group: Any = SimpleNamespace(
+            _device_types=[torch.device(kind) for kind in kinds],
+            _get_backend=lambda device: SimpleNamespace(
+                options=SimpleNamespace(_timeout=timedelta(seconds=seconds[device.type]))
+            ),
+        )
+        assert timeout_of(group) == seconds[kinds[-1]]
 
 
 def test_a_broken_group_ends_the_waits_that_block() -> None:

@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -19,7 +20,18 @@ import torch
 from gradwire.transport import Pending, shm, shm_library
 from gradwire.transport.shm import Shm, ring_bytes_for
 from products import EXHAUSTIVE
-from transport.shm_ends import at_once, content, ends, failing, forged, nothing, taken
+from ranks import at_once
+from transport.shm_ends import (
+    compiled,
+    content,
+    ends,
+    failing,
+    forged,
+    mapped,
+    nothing,
+    open_files,
+    taken,
+)
 
 RING = 1 << 12  # so that most messages are larger
 
@@ -38,44 +50,35 @@ def test_receives_may_be_posted_long_after_and_in_reverse() -> None:
 
 def test_a_message_of_many_rings_each_way_at_once() -> None:
     """With receives posted before or after the sends, and both directions waited for by threads."""
+    data = [content((r, 1 - r, 0), 0, 7_000_001) for r in range(2)]
+
+    def swap(end: Shm, early: bool) -> torch.Tensor:
+        inbox = torch.zeros_like(data[0])
+        coming = end.irecv(inbox, 1 - end.rank, 3) if early else None
+        sent = end.isend(data[end.rank], 1 - end.rank, 3)
+        coming = coming or end.irecv(inbox, 1 - end.rank, 3)
+        at_once(sent.wait, coming.wait)
+        return inbox
+
     for early in (True, False):
-        swaps(early)
-
-
-def swaps(early: bool) -> None:
-    with ends(2) as made:
-        data = [content((r, 1 - r, 0), 0, 7_000_001) for r in range(2)]
-
-        def swap(end: Shm) -> torch.Tensor:
-            inbox = torch.zeros_like(data[0])
-            coming = end.irecv(inbox, 1 - end.rank, 3) if early else None
-            sent = end.isend(data[end.rank], 1 - end.rank, 3)
-            coming = coming or end.irecv(inbox, 1 - end.rank, 3)
-            at_once(sent.wait, coming.wait)
-            return inbox
-
-        got = at_once(*(partial(swap, end) for end in made))
-        assert torch.equal(got[0], data[1])
-        assert torch.equal(got[1], data[0])
+        with ends(2) as made:
+            got = at_once(*(partial(swap, end, early) for end in made))
+        assert all(map(torch.equal, got, data[::-1]))
 
 
 SLICE_S = 15.0  # much longer than a slow machine keeps a thread that is awake from its core
 
 
 @pytest.fixture(params=[7, 15], ids=["flags", "pieces"])  # where: see shm_ring.c
-def drowsy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def drowsy(request: pytest.FixtureRequest) -> Iterator[None]:
     """Waiters without a wake-up sleep for SLICE_S, no waiter spins, and races have delays."""
     source = f"""
     #define SHM_SLICE_NS {int(1e9 * SLICE_S)}
     #define SHM_DELAY_NS 100000
     #define SHM_DELAY_IN {request.param}
     {shm_library.source()}"""
-    monkeypatch.setattr(shm_library, "source", lambda: source)
-    monkeypatch.setattr(shm, "_SPIN_S", 0)
-    monkeypatch.setattr(shm, "_SPIN_CROWDED_S", 0)
-    shm_library.load.cache_clear()
-    yield
-    shm_library.load.cache_clear()
+    with compiled(source, _SPIN_S=0, _SPIN_CROWDED_S=0):
+        yield
 
 
 def overslept(end: Shm) -> int:
@@ -284,19 +287,15 @@ def test_a_segment_of_another_size_is_refused() -> None:
 
 
 def test_nothing_is_left_of_an_end() -> None:
-    def held() -> tuple[set[str], str]:
-        with open("/proc/self/maps") as file:
-            maps = "".join(line for line in file if "memfd:gradwire" in line)
-        return set(os.listdir("/proc/self/fd")), maps
+    def held() -> Counter[str]:
+        return mapped() + Counter(open_files())
 
     with ends(2):  # opens what is opened once per process
         pass
     gc.collect()  # what earlier tests left
     before = held()
     with ends(3) as (a, *_):
-        assert "memfd:gradwire" in held()[1]
+        assert any("memfd:gradwire" in name for name in mapped())
         coming = a.irecv(nothing(1000), 1, 0)
-    after = held()
-    assert not after[0] - before[0]
-    assert not set(after[1].splitlines()) - set(before[1].splitlines())
+    assert not held() - before
     failing(coming.wait)

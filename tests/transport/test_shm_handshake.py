@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from gradwire.transport import Hub, shm_handshake, shm_sockets
+from gradwire.transport import Hub, shm_handshake
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_sockets import Said, connect
-from transport.shm_ends import at_once
+from gradwire.transport.shm_handshake import Said, connect
+from ranks import at_once
+from transport.shm_ends import open_files
 
 NOBODY = 65534
 
@@ -73,14 +71,9 @@ print(json.dumps(sum(map(heard, ends))), flush=True)
 
 def own_sockets() -> list[tuple[str, int]]:
     """Names and kinds of this process's sockets for handshakes, as every user sees them."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    found = [r for r in rows if r[-1].startswith("@gradwire-") and f"socket:[{r[6]}]" in inodes]
+    ours = [row for row in rows if f"socket:[{row[6]}]" in open_files()]
+    found = [row for row in ours if row[-1].startswith("@gradwire-")]
     return sorted({(row[-1][1:], int(row[4], 16)) for row in found})
 
 
@@ -97,20 +90,10 @@ def handshake(hub: Hub) -> list[frozenset[int]]:
     return reached
 
 
-@contextmanager
-def warnings_of_gradwire() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradwire").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("gradwire").removeHandler(handler)
-
-
 @pytest.mark.parametrize("user", [None, NOBODY], ids=["own", "other"])
-def test_a_stranger_gets_nothing_and_keeps_no_rank_from_another(user: int | None) -> None:
+def test_a_stranger_gets_nothing_and_keeps_no_rank_from_another(
+    user: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     if user is not None and os.geteuid():
         pytest.skip("only root can start a process of another user")
     token, strangers = os.urandom(16), []
@@ -118,7 +101,7 @@ def test_a_stranger_gets_nothing_and_keeps_no_rank_from_another(user: int | None
     def come() -> None:  # while all ranks listen, before they know each other
         sockets = own_sockets()
         assert len(sockets) == 3
-        given = json.dumps([user, sockets, shm_sockets._address(token)[1:]])
+        given = json.dumps([user, sockets, shm_handshake._address(token)[1:]])
         command = [sys.executable, "-I", "-S", "-c", STRANGER, given]
         stranger = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -134,9 +117,9 @@ def test_a_stranger_gets_nothing_and_keeps_no_rank_from_another(user: int | None
             first[source] = False
             all_listen.wait(60)
 
-    with warnings_of_gradwire() as said:
-        reached = handshake(Hub(3, corrupt=before))
+    reached = handshake(Hub(3, corrupt=before))
     (stranger,) = strangers
+    said = caplog.messages
     try:
         assert reached == [{1, 2}, {0, 2}, {0, 1}]
         if user is None:
@@ -154,15 +137,16 @@ def test_a_stranger_gets_nothing_and_keeps_no_rank_from_another(user: int | None
         stranger.wait()
 
 
-def test_ranks_of_different_users_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_different_users_share_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever connects sends nothing before it knows who listens."""
     sent: list[Said] = []
     monkeypatch.setattr(Said, "send", lambda said, _: sent.append(said))
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY - 1)
-    with warnings_of_gradwire() as said:
-        assert handshake(Hub(2)) == [frozenset()] * 2
+    assert handshake(Hub(2)) == [frozenset()] * 2
     assert not sent
-    assert any(f"rank 0: a process of user {os.getuid()}" in text for text in said)
+    assert any(f"rank 0: a process of user {os.getuid()}" in said for said in caplog.messages)
 
 
 def test_a_pair_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

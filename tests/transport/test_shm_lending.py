@@ -19,11 +19,12 @@ import torch
 from gradwire.errors import TransportError
 from gradwire.transport import Pending, shm_store
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_process import Stores
+from gradwire.transport.shm_store import Stores
+from ranks import at_once, raises
 from transport.shm_ends import (
-    at_once,
     content,
     ends,
+    exchanged,
     failing,
     forged,
     killable,
@@ -63,29 +64,15 @@ def test_a_message_is_read_where_it_lies_until_it_is_given_back() -> None:
             waits.join(0.1)  # it goes on waiting
             assert waits.is_alive()
             loan.give_back()
-
-
-def test_of_a_message_that_is_lent_what_is_in_use_counts() -> None:
-    with ends(2) as (a, b):
-        loan, sent = b.borrow(SIZE, 0, 7), a.isend(stored(a), 1, 7, in_use=100)
-        assert loan.wait().numel() == SIZE
-        loan.give_back()
-        sent.wait()
-        assert a.lent_bytes == 100
-
-
-def test_what_does_not_lie_in_a_store_is_copied() -> None:
-    with ends(2) as (a, b):
-        assert a.store is not None
-        beside = nothing(SIZE)
-        outside = content((0, 1, 0), 0, SIZE)
-        for data in (outside, beside):
-            loan, sent = b.borrow(SIZE, 0, 7), a.isend(data, 1, 7)
+        exchanged(a, b, data, in_use=100)
+        assert a.lent_bytes == SIZE + 100
+        for beside in (nothing(SIZE), content((0, 1, 0), 0, SIZE)):
+            loan, sent = b.borrow(SIZE, 0, 7), a.isend(beside, 1, 7)
             message = loan.wait()
-            sent.wait()
+            sent.wait()  # it is copied
             loan.give_back()
-            assert torch.equal(message, data)  # a copy is its reader's own
-        assert a.lent_bytes == 0
+            assert torch.equal(message, beside)  # a copy is its reader's own
+        assert a.lent_bytes == SIZE + 100
 
 
 def test_a_receive_with_memory_copies_large_messages_from_the_store() -> None:
@@ -180,10 +167,7 @@ def test_a_full_store_says_so_once(
         assert a.store.take(1 << 20) is None
         assert a.store.take(1 << 20) is None
         assert caplog.text.count("is full") == 1
-        loan, sent = b.borrow(1 << 19, 0, 7), a.isend(data, 1, 7)
-        assert torch.equal(loan.wait(), data)
-        loan.give_back()
-        sent.wait()
+        exchanged(a, b, data)
 
 
 def test_memory_that_cannot_be_had_is_not_taken(
@@ -222,10 +206,7 @@ def test_one_rank_may_lend_and_the_other_not(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shm_store, "room", lambda *_: next(rooms))
     with ends(2) as (a, b):
         assert (a.lenders, b.lenders) == ({1}, set())
-        loan, sent = a.borrow(SIZE, 1, 7), b.isend(data := stored(b), 0, 7)
-        assert torch.equal(loan.wait(), data)
-        loan.give_back()
-        sent.wait()
+        exchanged(b, a, stored(b))
 
 
 # ---- failures -----------------------------------------------------------------------------------
@@ -236,9 +217,7 @@ def test_a_borrower_that_is_killed_ends_the_send() -> None:
         loan, sent = borrower.borrow(SIZE, 0, 7), lender.isend(stored(lender), 1, 7)
         loan.wait()
         threading.Timer(0.2, process.kill).start()
-        with pytest.raises(TransportError, match="its process has ended") as caught:
-            sent.wait()
-        assert caught.value.peer == 1
+        assert raises(TransportError, sent.wait, "its process has ended").peer == 1
 
 
 def test_what_a_killed_lender_has_lent_stays() -> None:
@@ -272,31 +251,26 @@ def test_a_send_whose_loan_is_never_given_back_ends() -> None:
     with ends(2, timeout=0.3) as (a, b):
         loan, sent = b.borrow(SIZE, 0, 7), a.isend(stored(a), 1, 7)
         loan.wait()
-        with pytest.raises(TransportError, match="within the timeout"):
-            sent.wait()
+        raises(TransportError, sent.wait, "within the timeout")
 
 
-def refused(loan: tuple[int, int, int], borrows: bool = True) -> None:
-    """A receive of tag 7 ends in an error when the peer writes a frame and this loan into the ring:
-    the frame's size, the loan's offset and number."""
-    with forged() as (end, write):
-        coming = end.borrow(SIZE, 1, 7) if borrows else end.irecv(nothing(100), 1, 7)
-        write(0, 8192, 7, *loan)
-        write(0, 4096, 32)  # bytes written
-        error = failing(coming.wait)
-        assert error.peer == 1
-        assert "invalid data" in str(error)
-
-
-def test_a_loan_out_of_the_store_or_that_nobody_asked_for_is_refused() -> None:
+@pytest.mark.parametrize("borrows", [True, False])
+def test_a_loan_out_of_the_store_or_that_nobody_asked_for_is_refused(borrows: bool) -> None:
+    """The peer writes a frame into the ring: its tag, its size, and a loan's offset and number."""
     room = shm_store.room(1)
-    for offset in (room, room - SIZE + 1, -1):  # behind and across the end, before the start
-        refused((SIZE | LOAN, offset % (1 << 64), 0))
-    refused((100 | LOAN, 0, 0), borrows=False)
+    # behind and across the end, before the start
+    frames = [(SIZE | LOAN, offset % (1 << 64), 0) for offset in (room, room - SIZE + 1, -1)]
+    for frame in frames if borrows else [(100 | LOAN, 0, 0)]:
+        with forged() as (end, write):
+            coming = end.borrow(SIZE, 1, 7) if borrows else end.irecv(nothing(100), 1, 7)
+            write(0, 8192, 7, *frame)
+            write(0, 4096, 32)  # bytes written
+            error = failing(coming.wait)
+            assert error.peer == 1
+            assert "invalid data" in str(error)
 
 
 def test_a_loan_that_was_never_made_cannot_be_given_back() -> None:
     with forged() as (lender, write):
         write(1, 4096 + 256, 1)  # loans given back, of what rank 0 sends
-        with pytest.raises(TransportError, match="invalid data"):
-            lender.isend(stored(lender), 1, 7).wait()
+        raises(TransportError, lender.isend(stored(lender), 1, 7).wait, "invalid data")

@@ -7,8 +7,6 @@ import logging
 import mmap
 import os
 import threading
-from collections import Counter
-from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
@@ -17,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from ends import forked
 from gradwire import groups
-from gradwire.transport import shm, shm_library, shm_store
+from gradwire.transport import shm_library, shm_store
 from gradwire.transport.shm import Shm
-from gradwire.transport.shm_process import STORES, Stores
+from gradwire.transport.shm_store import STORES, Stores
 from leftovers import until
-from ranks import as_processes
-from transport.shm_ends import at_once, ends, linked, taken
+from ranks import as_processes, at_once
+from transport.shm_ends import compiled, ends, exchanged, linked, mapped, open_files, taken
 
 SIZE = 1000  # so few that torch uses one thread, and works in a forked child
 
@@ -33,38 +32,17 @@ def _nothing_left() -> None:
     gc.collect()  # of earlier tests
 
 
-def mapped() -> Counter[str]:
-    """How often each of gradwire's files is mapped: (inode) name -> mappings."""
-    with open("/proc/self/maps") as file:
-        lines = [line.split(maxsplit=5) for line in file if "memfd:gradwire" in line]
-    return Counter(f"{inode} {name.strip()}" for _, _, _, _, inode, name in lines)
-
-
 def stores_mapped() -> list[int]:
     """How often each store is mapped."""
     return [times for name, times in mapped().items() if "gradwire-store" in name]
 
 
-def open_files() -> list[str]:
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the listing's own
-            continue
-    return links
-
-
 def exchange(lender: Shm, borrower: Shm, value: int) -> None:
     """Check that a message in the lender's store is read in place."""
-    data, before = taken(lender, SIZE), lender.lent_bytes
-    loan = borrower.borrow(SIZE, lender.rank, 7)
-    sent = lender.isend(data.fill_(value), borrower.rank, 7)
-    message = loan.wait()
-    assert bool((message == value).all())
-    loan.give_back()
-    sent.wait()
+    data, before = taken(lender, SIZE).fill_(value), lender.lent_bytes
+    exchanged(lender, borrower, data)
     assert lender.lent_bytes == before + SIZE
+    assert lender.store is not None
     lender.store.give(data)
 
 
@@ -150,21 +128,12 @@ def test_what_a_group_leaves_is_given_back_when_nothing_uses_it() -> None:
     other.close()
 
 
-@pytest.fixture
-def lingers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Closing waits long, as on a machine that is slow."""
+def test_closing_waits_for_what_is_lent() -> None:
+    """Long, as on a machine that is slow."""
     source = shm_library.source().replace("LINGER_NS = 200000000,", "LINGER_NS = 60000000000,")
     assert source != shm_library.source()
-    monkeypatch.setattr(shm_library, "source", lambda: source)
-    monkeypatch.setattr(shm, "_LINGER_S", 60.0)
-    shm_library.load.cache_clear()
-    yield
-    shm_library.load.cache_clear()
-
-
-@pytest.mark.usefixtures("lingers")
-def test_closing_waits_for_what_is_lent() -> None:
-    closes_while_a_peer_reads(in_time=True)
+    with compiled(source, _LINGER_S=60.0):
+        closes_while_a_peer_reads(in_time=True)
 
 
 def test_memory_that_a_peer_reads_after_closing_stays_as_long_as_the_store() -> None:
@@ -220,23 +189,6 @@ def test_a_file_that_could_shrink_is_no_store() -> None:
     os.close(fd)
 
 
-def in_a_child(body: Any) -> list[Any]:
-    """What `body` returns in a forked child (numbers)."""
-    here, there = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(there, repr(body()).encode())
-        finally:
-            os._exit(0)
-    os.close(there)
-    with os.fdopen(here) as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    found: list[Any] = eval(said)
-    return found
-
-
 def test_a_forked_child_has_nothing_of_the_store_but_may_have_its_own() -> None:
     with ends(2, stores=STORES) as (a, b):
         assert sum("memfd:gradwire-store" in name for name in open_files()) == 1
@@ -247,7 +199,7 @@ def test_a_forked_child_has_nothing_of_the_store_but_may_have_its_own() -> None:
                 exchange(c, d, 3)
             return [held, a.store is not None and a.store.take(10) is None, open_files()]
 
-        held, refused, after = in_a_child(child)
+        held, refused, after = forked(child)
         assert held == []
         assert refused
         assert not [name for name in after if "gradwire-store" in name]

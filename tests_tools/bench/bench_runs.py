@@ -1,13 +1,11 @@
-"""Tiny runs of `bench train` and what they gave; and inputs that are refused."""
+"""Tiny runs of `bench train` and what they gave."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from command_line import wrongly_refused
 from gradwire_tools.bench.train import run
 from gradwire_tools.bench.train.config import TrainConfig
 from gradwire_tools.report.rows import kind_of
@@ -66,9 +64,3 @@ def keys_of(row: dict[str, Any]) -> set[str]:
     kind = kind_of(row)
     assert kind is not None, row
     return {*kind.marks, *kind.keys, *kind.more, "run"}
-
-
-def refused_by_command(command: list[str], cases: Iterable[tuple[list[str], str]]) -> None:
-    """Assert that a command line refuses every list of arguments with its complaint, one line."""
-    faults = wrongly_refused(([*command, *arguments], told) for arguments, told in cases)
-    assert not faults, "\n".join(faults)

@@ -1,15 +1,25 @@
-"""Rows as benchmarks write them, for tests of the report."""
+"""Rows as benchmarks write them, for tests of the report; made up where bench/results has none."""
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 METHODS = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")
 RUN = {
     "command": "gradwire bench train --seeds 0", "gradwire": "0.1.0", "commit": None,
     "machine": "a machine", "torch": "2.13.0", "python": "3.11.7", "load": 0.5,
     "date": "2026-01-01T00:00:00+00:00",
 }  # fmt: skip
+
+
+def stored(name: str, count: int = 1) -> list[dict[str, Any]]:
+    """The first rows of a file of bench/results."""
+    with (RESULTS / f"{name}.jsonl").open() as lines:
+        return [json.loads(line) for line in itertools.islice(lines, count)]
 
 
 def train_rows(
@@ -77,20 +87,21 @@ def sharded_rows(mixed: float = 0.4, **given: Any) -> list[dict[str, Any]]:
 
 def _mixed(row: dict[str, Any], step: float) -> dict[str, Any]:
     """A row of fsdp-bf16 as fsdp-mixed's, which takes `step` seconds per step."""
-    scale = step / 0.5
-    times = {
-        key: None if row[key] is None else row[key] * scale
-        for key in ("seconds", "step_seconds", "time_to_target")
-        if key in row
-    }
-    lists = {
-        key: row[key] and [None if one is None else one * scale for one in row[key]]
-        for key in ("step_seconds_quartiles", "time_to_target_by_seed")
-        if key in row
-    }
     sent = {"wire_bytes": 2_000_000_000, "weights_wire_bytes": 1_600_000_000}
     kinds = {**sent, "gradients_wire_bytes": 400_000_000}
-    return {**row, **times, **lists, **kinds, "method": "fsdp-mixed"}
+    return {**scaled(row, step / 0.5), **kinds, "method": "fsdp-mixed"}
+
+
+def scaled(row: dict[str, Any], scale: float) -> dict[str, Any]:
+    """A row of `bench train` with times that are as many times as long."""
+    found = dict(row)
+    for key in ("seconds", "step_seconds", "time_to_target"):
+        if row.get(key) is not None:
+            found[key] = row[key] * scale
+    for key in ("step_seconds_quartiles", "time_to_target_by_seed"):
+        if row.get(key):
+            found[key] = [None if one is None else one * scale for one in row[key]]
+    return found
 
 
 TRIED = [
@@ -107,36 +118,6 @@ COMPARED: dict[str, Any] = {
     "whole_seconds": 10.0, "error": -0.02, "composed_time_to_target": 8.0,
     "whole_time_to_target": 8.1, "composed_final_loss": 3.01, "whole_final_loss": 3.01,
 }  # fmt: skip
-
-
-def adapted(
-    policy: str = "uniform", gain: float = 1.0, bits: int = 4, at: int | None = 150
-) -> dict[str, Any]:
-    """A row of `bench adapt`: a plan of two layers with a choice."""
-    row: dict[str, Any] = {
-        "policy": policy, "family": "bits", "task": "gpt", "at": at,
-        "sigma": 2.0 if at is None else None, "seed": 0 if at is None else None,
-        "reference": f"qsgd:bits={bits}", "error_metric": "l2", "layers": 3, "choices": 14,
-        "ratio": 32 / bits * gain, "uniform_ratio": 32 / bits, "of_uniform": gain,
-        "error": 1 / bits, "budget": None if policy == "accordion" else 1 / bits,
-        "error_l2": 1 / bits, "error_squared": 0.01, "global_error": 0.1, "solve_seconds": 0.02,
-        "bits_by_layer": {"a.weight": bits + 0.25, "b.weight": (bits + 0.25) / gain},
-        "fallback": None,
-    }  # fmt: skip
-    return row
-
-
-CHOSEN: dict[str, Any] = {
-    "ranks": 4, "net": "1gbit,1ms", "nbytes": 65536, "method": "qsgd:bits=4", "algorithm": "sra",
-    "segments": None, "expected_seconds": 0.009, "seconds": 0.01, "best_method": "gradwire:bf16",
-    "best_seconds": 0.008, "ratio": 1.25, "compress": True, "best_compresses": False,
-    "decline_ratio": 1.0, "partition_ratio": None, "error": -0.1, "settings": 7,
-}  # fmt: skip
-ABLATED: dict[str, Any] = {
-    "where": "lab", "part": "none", "method": "gradwire:qsgd:bits=4", "model": "gpt", "ranks": 4,
-    "net": "1gbit,1ms", "numel": 4_886_528, "step_seconds": 0.5, "synchronisation_seconds": 0.4,
-    "cut": None,
-}  # fmt: skip
 _PROBED = {"ranks": 2, "net": "1gbit,1ms", "cached": True}
 _LINK = {**_PROBED, "measured": "2026-01-01T00:00:00"}
 PROBED: list[dict[str, Any]] = [
@@ -152,72 +133,46 @@ PROBED: list[dict[str, Any]] = [
         for form in ("encode", "decode", "decode_add")
     ),
 ]  # fmt: skip
+CHOSEN, ABLATED, AGGREGATED = (stored(name)[0] for name in ("planner", "ablation", "aggregators"))
+CHECKED, KERNEL = (stored("2026-11-26-nvidia-h100", 200)[at] for at in (0, 141))
+ERRORS = stored("error-gain", 4)  # of two methods, without and with error feedback
+LAYERS = [
+    {**ERRORS[0], "row": "layer", "layer": layer, "nmse": nmse, "wire_bytes": None}
+    for layer, nmse in (("wte.weight", 0.014), ("head.weight", 0.5))
+]
+AGGREGATORS = [
+    {**AGGREGATED, "method": "torch-powersgd:rank=4", "seconds": 0.05},
+    {**AGGREGATED, "method": "powersgd:rank=4", "orthogonal_share": 0.25},
+]
+_PLANS = [  # uniform and lgreco around two references; of two layers
+    {**row, "bits_by_layer": dict(list(row["bits_by_layer"].items())[:2])}
+    for row in stored("adapt-layers", 8)
+    if row["policy"] in ("uniform", "lgreco")
+]
+SEEDED = {**_PLANS[0], "at": None, "sigma": 2.0, "seed": 0}
 UNSOLVED = {
-    **adapted("bayes"),
+    **_PLANS[0],
     **dict.fromkeys(
         ("ratio", "uniform_ratio", "of_uniform", "error", "budget", "error_l2", "error_squared",
          "global_error", "solve_seconds", "bits_by_layer")
     ),
-    "fallback": "bayes needs optuna",
+    "policy": "bayes", "fallback": "bayes needs optuna",
 }  # fmt: skip
 ADAPTED = [
-    *(adapted("uniform", bits=bits) for bits in (3, 4)),
-    *(adapted("lgreco", 1.25, bits=bits) for bits in (3, 4)),
-    adapted("accordion", 1.5),
-    {**adapted("threshold", 0.9), "bits_by_layer": None},
-    UNSOLVED,
-]
+    *_PLANS, {**_PLANS[0], "policy": "accordion", "of_uniform": 1.5, "budget": None},
+    {**_PLANS[0], "policy": "threshold", "of_uniform": 0.9, "bits_by_layer": None}, UNSOLVED,
+]  # fmt: skip
 
 
-def error_row(
-    method: str = "qsgd:bits=4",
-    feedback: bool = False,
-    at: int = 50,
-    nmse: float = 0.014,
-    of_sum: float = 0.015,
-    bits: float = 4.25,
-    layer: str | None = None,
-) -> dict[str, Any]:
-    """A row of `bench error`."""
-    return {
-        "row": "total" if layer is None else "layer", "task": "gpt", "at": at, "steps": 8,
-        "ranks": 4, "method": method, "algorithm": "sra", "error_feedback": feedback,
-        "layer": layer, "numel": 4_866_048, "nmse": nmse, "nmse_by_step": [nmse] * 8,
-        "nmse_of_fed": nmse, "nmse_of_sum": of_sum, "cosine": 0.99, "input_bits": bits,
-        "packed_bits": bits, "wire_bytes": None if layer else 438_804.0, "recorded": RUN,
-        "run": RUN,
-    }  # fmt: skip
+def error_row(method: str, **given: Any) -> dict[str, Any]:
+    return {**ERRORS[0], "method": method, **given}
 
 
-def aggregator_row(method: str = "powersgd:rank=4", seconds: float = 0.02) -> dict[str, Any]:
-    """A row of `bench aggregators`."""
-    return {
-        "method": method, "task": "gpt", "numel": 5_000_000, "parameters": 50, "seconds": seconds,
-        "ms_per_million": 200 * seconds, "wall_seconds": 0.05, "limit_seconds": 0.004,
-        "of_limit": 0.004 / seconds, "orthogonal_share": 0.25, "rounds": 2,
-        "wire_bytes": 100_000, "state_bytes": 20_000_000, "state_bytes_per_value": 4.0,
-        "peak_extra_bytes": 21_000_000, "ranks": 2,
-    }  # fmt: skip
-
-
-ERRORS = [
-    error_row(),
-    error_row(feedback=True, nmse=0.02, of_sum=0.004),
-    error_row("topk:density=0.01", nmse=0.9, of_sum=0.8, bits=0.5),
-    error_row("topk:density=0.01", feedback=True, nmse=1.3, of_sum=0.4, bits=0.5),
-]
-LAYERS = [error_row(layer="wte.weight"), error_row(layer="head.weight", nmse=0.5)]
-AGGREGATORS = [aggregator_row("torch-powersgd:rank=4", 0.05), aggregator_row()]
 COLLECTIVE: dict[str, Any] = {
     "method": "gradwire-qsgd4", "algorithm": "sra", "transport": "torch_p2p", "ranks": 4,
     "per_node": 1, "net": "1gbit,1ms", "numel": 25_000_000, "seconds": 0.2,
     "seconds_quartiles": [0.19, 0.22], "wire_bytes": 19_000_000, "limit_seconds": 0.15,
     "of_limit": 0.75, "nmse": 0.01,
-}  # fmt: skip
-KERNEL: dict[str, Any] = {
-    "codec": "qsgd", "options": {"bits": 4}, "target": "c", "device": "cpu", "threads": 1,
-    "numel": 1 << 24, "op": "encode", "seconds": 0.0057, "gbps": 11.8, "limit_seconds": 0.003,
-    "of_limit": 0.5, "copy_gbps": 20.0,
 }  # fmt: skip
 SIMULATED: dict[str, Any] = {
     "method": "gradwire:qsgd", "codec": "qsgd", "algorithm": "sra", "ranks": 4, "per_node": 1,
@@ -253,6 +208,11 @@ PROFILE = [
 ]  # fmt: skip
 DOCTOR: list[dict[str, Any]] = [
     {"part": "gradwire", "available": True, "detail": "0.1.0"},
+    {"part": "network", "available": True, "detail": "100 Mbit/s", "ranks": 2,
+     "net": "100mbit,1ms", "card": "eth0", "card_bits_per_s": 1e9, "bandwidth": 1e8,
+     "alpha": 1e-3, "slowest": [0, 1]},
+    {"part": "kernels", "available": True, "detail": "12 ms per step", "codec": "qsgd:bits=4",
+     "numel": 5_000_000, "kernel_seconds": 0.012},
     *(
         {"part": f"step {method}", "available": True, "detail": "a step", "method": method,
          "ranks": 2, "net": "100mbit,1ms", "numel": 5_000_000, "step_seconds": step,
@@ -266,10 +226,6 @@ RECORDED: dict[str, Any] = {
     "task": "gpt", "at": 100, "steps": 8, "ranks": 4, "numel": 10, "loss": 2.5,
     "gradient_norm": 0.5, "nbytes": 1280, "seconds": 1.5, "output": "recorded", "run": RUN,
 }  # fmt: skip
-CHECKED: dict[str, Any] = {
-    "check": "same bytes", "subject": "Identity() float32", "passed": True, "detail": "",
-    "seconds": 7.23, "date": "2026-11-26", "device": "a GPU",
-}  # fmt: skip
 UNKNOWN = [{"x": 1, "y": None}, {"a": [1, 2], "b": True}]
 EVERYTHING: list[dict[str, Any]] = [
     *train_rows(), DECISION, COMPARED, *ERRORS, *LAYERS, *AGGREGATORS, COLLECTIVE, KERNEL,
@@ -278,11 +234,16 @@ EVERYTHING: list[dict[str, Any]] = [
 SHAPES = (  # kinds of rows that no file has, and parts of sections
     *EVERYTHING, *ADAPTED, *PROBED, *train_rows("1gbit,1ms", losses=(3.0, 3.01, 3.02)),
     {**DECISION, "step": 1009, "line": "qsgd:bits=4 by ring"}, {**DECISION, "method": "policy=it"},
-    {**COMPARED, "method": "torch-fp32", "error": 0.25}, {**ABLATED, "part": "b", "cut": -0.25},
-    *(error_row(f"qsgd:bits={b}", at=at, bits=b, nmse=at / 1e3) for b in (3, 5) for at in (1, 3)),
-    *(error_row(f"codec{at}", bits=1 + at) for at in range(12)),
-    error_row("thc", of_sum=0.1), error_row("thc", feedback=True, of_sum=0.2),
-    {**aggregator_row(seconds=-0.001), "ranks": 4}, adapted(at=None),
+    {**COMPARED, "method": "torch-fp32", "error": 0.25},
+    ABLATED, {**ABLATED, "part": "b", "cut": -0.25},
+    *(
+        error_row(f"qsgd:bits={b}", at=at, packed_bits=b, nmse=at / 1e3)
+        for b in (3, 5) for at in (1, 3)
+    ),
+    *(error_row(f"codec{at}", packed_bits=1 + at) for at in range(12)),
+    error_row("far", nmse=1.3), error_row("thc", nmse_of_sum=0.1),
+    error_row("thc", error_feedback=True, nmse_of_sum=0.2),
+    {**AGGREGATED, "seconds": -0.001, "ms_per_million": -0.2, "ranks": 4}, SEEDED,
     *({**row, "net": "as it is"} if "net" in row else row for row in DOCTOR), DOCTOR[0], DOCTOR[-1],
     {**COLLECTIVE, "method": METHODS[1], "net": "none"}, {**COLLECTIVE, "ranks": 8, "nmse": 1.2},
     {**COLLECTIVE, "method": METHODS[1], "seconds": 0.1, "seconds_quartiles": [0.1, 0.11]},
@@ -295,7 +256,10 @@ SHAPES = (  # kinds of rows that no file has, and parts of sections
     ),
     {**COMPARED, "run": {**RUN, "date": "later"}},  # another run; another recording, and commit
     {**ERRORS[0], "run": {**RUN, "commit": "a"}}, {**ERRORS[0], "recorded": {**RUN, "commit": "a"}},
-    {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": 14.39}},
+    *(
+        {**KERNEL, "run": {**RUN, "machine": "a processor, 2 cores", "load": load}}
+        for load in (1.5, 2.0, 14.39, None)  # one is of a busy machine
+    ),
 )  # fmt: skip
 _FINE = (3.0, 3.0, 3.01)
 TRAININGS = {  # what may be said of a method: rows of a task of this name
@@ -321,7 +285,7 @@ CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and whic
     "sharded": (sharded_rows(losses=(3.0, 3.1)), [0, 6, -3]),
     "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
     "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
-    "adapt": ([*ADAPTED, adapted(at=None)], [0, 2, 4, 6, 7]),
+    "adapt": ([*ADAPTED, SEEDED], [0, 2, 4, 6, 7]),
     "probe": (PROBED, [0, 2, 4]),
     "planner": ([CHOSEN, {**CHOSEN, "nbytes": 1 << 20, "partition_ratio": 1.01}], [0, 1]),
     "ablation": ([ABLATED, {**ABLATED, "part": "kernels", "cut": 0.5}], [0, 1]),
@@ -337,7 +301,7 @@ CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and whic
     "validated": ([VALIDATED], [0]),
     "transports": (TRANSPORT, [0]),
     "profile": (PROFILE, [0]),
-    "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
+    "doctor": (DOCTOR, [0, 1, 2, 3, len(DOCTOR) - 1]),
     "recorded": ([RECORDED], [0]),
     "checked": ([CHECKED], [0]),
 }

@@ -222,5 +222,8 @@ def test_it_joins_the_ranks_of_torchrun(words: str) -> None:
     if words.startswith("probe"):
         assert next(row for row in found if row["part"] == "pair")["alpha"] > 3e-3
     else:
-        assert len([row for row in found if "method" in row]) == 3
+        assert len([row for row in found if "method" in row]) == 4
+        (link,) = [row for row in found if row["part"] == "network"]
+        assert link["alpha"] > 3e-3
+        assert link["card"] not in (None, "lo", "loopback", "shared memory")
         assert found[-1]["part"] == "verdict"

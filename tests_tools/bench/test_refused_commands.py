@@ -1,4 +1,4 @@
-"""What commands refuse, each with its complaint; test_verb.py and test_planning.py have more."""
+"""What commands refuse, each with its complaint; test_bad_input.py walks all their options."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import refused_by_command
 
-from command_line import refused
+from command_line import refused, wrongly_refused
 from gradwire_tools.bench.adapt import record
 from gradwire_tools.bench.adapt.record import Recording
 from gradwire_tools.bench.paper import adapt
+from machines import curves
 
 RECORD = "record --output made --task gpt --ranks 2 --steps 2 --quick"
 BENCH = [
@@ -117,8 +117,100 @@ BENCH = [
     ("train --nodes 0", "--nodes 0: one node sends nothing; use 2 nodes or more"),
     ("kernels --numel 1e6", "'--numel': '1e6': Input should be"),
     ("error recorded --quick", "--quick makes a recording of its own: give no folder"),
+    ("error --quick --methods 'qsgd,thc, qsgd'", "--methods names qsgd twice"),
+    ("collectives --methods 'qsgd,thc, qsgd'", "--methods names qsgd twice"),
+    ("train --methods 'qsgd,thc, qsgd'", "--methods names qsgd twice"),
+    ("collectives --numel 0 --net none --json rows", "--numel 0"),  # keeps older rows
+    ("train --net none --json ended --resume", "a run that ended"),
+    ("train --net none --methods fsdp-fp32", "trains under FSDP2: give --sharded, too"),
+    ("train --net none --accumulate 2", "micro-batches need --sharded"),
+    ("train --net none --sharded --accumulate 0", "accumulate is 0, must be at least 1"),
+    (
+        "train --net none --sharded --task image --task-option channels_last=true",
+        "FSDP2 shards contiguous parameters",
+    ),
+    ("nonsense", "--help"),
+]
+SIM = [
+    ("--model resnet51", "resnet51"),
+    ("--model 0", "at least 1"),
+    ("--model 1e999", "--model '1e999': more than 1e+13 values"),
+    ("--ranks 0", "--ranks 0"),
+    ("--ranks 1", "--ranks 1: one rank sends nothing; use 2 ranks or more"),
+    ("--sweep ranks=1,2", "--sweep ranks=1: one rank sends nothing"),
+    ("--per-node 0", "per_node=0"),
+    ("--cores 0", "cores"),
+    ("--backward -1", "backward"),
+    ("--codec qsdg", "qsdg"),
+    ("--codec qsgd:algorithm=ring", "--algorithm"),
+    ("--codec none", "leave it out here"),
+    ("--codec powersgd --model 64x64", "no curves for powersgd(rank=2), error feedback"),
+    ("--codec powersgd", "rank=2 does not shrink a matrix of 1 x 10000"),
+    ("--codec topkc --model llama-7b", "a scope of more than 1073741824 values"),
+    ("--codec qsgd:error_feedback=3", "error_feedback"),
+    ("--codec ''", "--codec is empty"),
+    ("--algorithm star", "star"),
+    ("--codec tbq --algorithm ring", "not defined in the algorithm 'ring'"),
+    (
+        "--codec randomk:unbiased=true:error_feedback=true --algorithm all_gather",
+        "not defined with error feedback",
+    ),
+    ("--net 1gbyte", "1gbyte"),
+    ("--net 0gbit", "zero"),
+    ("--sweep ranks", "NAME=VALUE"),
+    ("--sweep ranks=two", "two"),
+    ("--sweep colour=red", "colour"),
+    ("--sweep rank=2", "--sweep rank: did you mean 'ranks'? Else use one of ranks, rate, lat"),
+    ("--sweep rate=1gbit --net none", "needs a network"),
+    ("--segments 0", "segments"),
+    ("--partitions 2", "parameter_server"),
+    ("--plot plot.pdf", "plot.pdf"),
+    ("--plot 'no such folder/plot.png'", "existing folder"),
+    ("--codec terngrad", "no curve"),
+    ("--sharded --methods gradwire:w=bf16:g=powersgd", "FSDP2 scatters through a single"),
+    ("--sharded --codec qsgd", "give --methods, as in qsdp:w=8:g=8"),
+    ("--sharded --methods torch-fp32", "unknown method 'torch-fp32'"),
+    ("--sharded --methods qsdp:w=8", "write qsdp:w=BITS:g=BITS"),
+    ("--sharded --methods ''", "--methods is empty"),
+    ("--sharded --algorithm ring", "ring"),
+    ("--sharded --ranks 1", "--ranks 1: one rank sends nothing"),
+    ("--sharded --sweep bits=2,4", "sweep one of ranks, rate"),
+    ("--sharded --forward -1", "forward=-1"),
+    ("--sharded --coordinated", "leave --validate, --partitions and --coordinated out"),
+    ("--methods fsdp-fp32", "--methods: is for a step under FSDP2: give --sharded"),
+    ("--forward 1", "--forward: is for a step under FSDP2"),
+    ("--blocking", "--blocking: is for a step under FSDP2"),
+]
+PLAN = [
+    ("--model resnet50", "give --model or --shapes, and --net"),
+    ("--net 1gbit", "give --model or --shapes, and --net"),
+    ("--model resnet50 --net quick", "network 'quick'"),
+    ("--model resnet --net 1gbit", "neither a model nor a size"),
+    ("--model 1e6 --net 1gbit --ranks 1", "one rank sends nothing"),
+    ("--model 1e6 --net none --ranks 9999999", "ranks=9999999: 65536 at most"),
+    ("--shapes s.json", "or let torchrun start it (docs/how-to/automatic.md)"),
+    ("--model 1e6 --net 1gbit --per-node 3", "divides the 4 ranks"),
+    ("--model 1e6 --net 1gbit --save p", "--save p: a plan has the names of"),
+    ("--save p", "give --model or --shapes, and --net"),
+    ("--model 1e6 --net 1gbit --codec zip", "zip"),
+    ("--model 1e6 --net 1gbit --codec none", "leave it out here"),
+    ("--model 1e6 --net 1gbit --codec qsgd:bits=2", "no curve for encode"),
+    ("--model 1e3x1e3 --net 1gbit --codec powersgd", "no curves for powersgd"),
+    ("--model 1e6 --net 1gbit --codec powersgd:rank=8", "rank=8 does not shrink a matrix of 1"),
 ]
 OTHERS = [
+    ("nonsense", "--help"),
+    ("codec show", "--help"),
+    ("report", "--help"),
+    ("report empty", "empty holds no rows"),
+    ("report text", "text, line 1 is not JSON"),
+    ("report bytes", "bytes, line 1 is not UTF-8 text"),
+    ("report list", "list, line 1 is not a JSON object"),
+    ("report twice", "twice, line 2 is the same as line 1"),
+    ("report rows --gains", "--gains: is for a table: give --table"),
+    ("report rows --task gpt", "--task: is for a table: give --table"),
+    ("sim --model 1e4 --curves rows", "it has no key 'codecs'"),
+    ("sim --model 1e4 --curves null", "a JSON object is needed, with codecs, not NoneType"),
     ("codec show qsdg", "qsdg"),
     ("codec show qsgd:bitz=2", "bitz"),
     ("codec show ''", "'': expected NAME or NAME:OPTION=VALUE:..."),
@@ -149,6 +241,12 @@ OTHERS = [
 ]
 
 
+FILES = {
+    "rows": b'{"a": 1}\n', "ended": b'{"row": "summary"}\n', "empty": b"", "text": b"no json\n",
+    "bytes": b"\xff\xfe", "list": b"[1]\n", "twice": 2 * b'{"a": 1}\n', "null": b"null\n",
+}  # fmt: skip
+
+
 def test_each_is_refused_in_one_line_and_leaves_no_file(
     recorded: tuple[Path, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,16 +255,23 @@ def test_each_is_refused_in_one_line_and_leaves_no_file(
     alone.folder.mkdir()
     alone.save(0, 0, [torch.ones(alone.numel)])
     alone.write()
+    curves(call=1e-5, value=3e-10).save(tmp_path / "curves")
     (tmp_path / "recorded").symlink_to(recorded[0])
-    (tmp_path / "rows").write_text('{"a": 1}\n')
     (tmp_path / "linked").symlink_to("rows")
+    (tmp_path / "ended.state").mkdir()  # of which the deletion was killed
+    (tmp_path / "ended.state" / "ended").touch()
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+    there = sorted(tmp_path.rglob("*"))
     lines = [(f"bench {line}", told) for line, told in BENCH] + OTHERS
-    refused_by_command([], [(shlex.split(line), told) for line, told in lines])
-    there = ["alone", "linked", "recorded", "rows"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == there
-    assert (tmp_path / "rows").read_text() == '{"a": 1}\n'
+    lines += [(f"sim --model 1e4 --curves curves {line}", told) for line, told in SIM]
+    lines += [(f"plan {line} --curves curves", told) for line, told in PLAN]
+    faults = wrongly_refused((shlex.split(line), told) for line, told in lines)
+    assert not faults, "\n".join(faults)
+    assert sorted(tmp_path.rglob("*")) == there
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == FILES
 
 
 def test_no_points_and_points_of_the_quick_recording(

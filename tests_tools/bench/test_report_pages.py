@@ -1,17 +1,17 @@
 """What the report's pages say of stored rows: headings, sentences, tables, and words in charts;
-nothing is fetched, nothing unescaped.
+nothing is fetched, nothing unescaped; and in a browser nothing is wider than the screen.
 
 `report_pages.txt` has all of it; `pytest tests_tools/bench/test_report_pages.py --update-golden`
-writes it anew, and its difference is a line of the changelog.
-"""
+writes it anew, and its difference is a line of the changelog."""
 
 from __future__ import annotations
 
 import html.parser
-import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from report_rows import (
     SWEPT,
     TRAININGS,
     TRANSPORT,
+    stored,
     train_rows,
 )
 
@@ -35,7 +36,6 @@ from gradwire_tools.bench import quantities
 from gradwire_tools.report import page
 
 STORED = Path(__file__).with_name("report_pages.txt")
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FILES = (  # of each kind of rows a small file, and how many of its rows
     ("time-to-accuracy", 84), ("train-sharded-lab-40", 24), ("train-thc", 190),
     ("train-validation", 12), ("adapt-layers", 8), ("planner", 26), ("ablation", 12),
@@ -109,13 +109,9 @@ class Page(html.parser.HTMLParser):
             self.cells.append(told)
 
 
-def stored(name: str, count: int) -> list[dict[str, object]]:
-    with (RESULTS / f"{name}.jsonl").open() as lines:
-        return [json.loads(line) for line in itertools.islice(lines, count)]
-
-
 def test_pages_say_what_they_said(pytestconfig: pytest.Config) -> None:
     pages = {name: stored(name, count) for name, count in FILES} | {"shapes": list(SHAPES)}
+    pages |= {"a run": train_rows(), "no gain": TRAININGS["near"]}  # whose results are told first
     pages["trainings"] = [
         {**row, "task": name.split()[0]} for name, rows in TRAININGS.items() for row in rows
     ]
@@ -222,3 +218,72 @@ QUANTITIES: dict[Callable[[Any], str], list[tuple[Any, str]]] = {
 def test_quantities_are_short() -> None:
     for spelled, cases in QUANTITIES.items():
         assert [(value, spelled(value)) for value, _ in cases] == cases
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+# Put into the page for the test: the report itself has no script. A frame has the width of a phone,
+# since a window of headless Chromium is never narrower than 500 pixels.
+MEASURE = """
+<script>
+addEventListener("load", () => {
+  const view = frames[0], root = view.document.documentElement, wide = [];
+  for (const one of view.document.querySelectorAll("body *")) {
+    const box = one.getBoundingClientRect();
+    if (box.width && box.right > view.innerWidth + 0.5) wide.push(one.tagName);
+  }
+  for (const one of view.document.querySelectorAll(".wide"))
+    if (one.scrollWidth > one.clientWidth) wide.push(one.textContent.trim().slice(0, 40));
+  const heights = [...view.document.querySelectorAll("svg text")].map(
+    (one) => one.getBoundingClientRect().height);
+  const outside = [...view.document.querySelectorAll("svg text")].filter((one) => {
+    const svg = one.closest("svg").getBoundingClientRect(), box = one.getBoundingClientRect();
+    return box.right > svg.right + 6 || box.left < svg.left - 6;
+  }).map((one) => one.textContent);
+  const style = view.getComputedStyle(view.document.body);
+  document.title = "measured";
+  document.body.textContent = JSON.stringify({
+    scroll: root.scrollWidth, inner: view.innerWidth, wide, outside, least: Math.min(...heights),
+    ground: style.backgroundColor, ink: style.color,
+  });
+});
+</script>
+"""
+
+
+def measured(folder: Path, text: str, width: int, scheme: str) -> dict[str, Any]:
+    (folder / "report.html").write_text(text, encoding="utf-8")
+    frame = f'<iframe src="report.html" width="{width}" height="900" style="border:0"></iframe>'
+    (folder / "frame.html").write_text(f"<body>{frame}{MEASURE}</body>")
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={['light', 'dark'].index(scheme) ^ 1}"]
+    command += ["--window-size=1800,1000", "--virtual-time-budget=5000"]
+    command.append((folder / "frame.html").as_uri())
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r"<body>(\{.*\})</body>", dom, re.DOTALL)
+    assert found is not None, dom[:2000]
+    told: dict[str, Any] = json.loads(found[1])
+    return told
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian package chromium)")
+def test_nothing_is_wider_than_the_screen(tmp_path: Path) -> None:
+    long = "gradwire:topk:density=0.01:error_feedback=true:algorithm=hierarchical"
+    rows = [
+        *EVERYTHING,
+        *train_rows("none", losses=(3.0, 3.1)),
+        *({**KERNEL, "codec": f"codec{at}", "of_limit": 0.001 * 2**at} for at in range(30)),
+    ]
+    rows = [{**r, "method": long} if r.get("method") == "gradwire-qsgd4" else r for r in rows]
+    text = page.render(rows, "w" * 300)
+    for width, scheme in ((400, "light"), (400, "dark"), (1600, "light")):
+        found = measured(tmp_path, text, width, scheme)
+        assert found["inner"] == width
+        assert found["scroll"] <= width
+        assert found["wide"] == found["outside"] == []
+        assert found["least"] >= 9  # pixels of a line of text in a figure
+        dark = sum(map(int, re.findall(r"\d+", found["ground"])[:3])) < 3 * 128
+        assert dark == (scheme == "dark")
+        assert (sum(map(int, re.findall(r"\d+", found["ink"])[:3])) > 3 * 128) == dark

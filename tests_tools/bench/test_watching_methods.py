@@ -14,9 +14,9 @@ from gradwire_tools.bench.train import method_run, methods
 from gradwire_tools.bench.train.applied import Applied
 from gradwire_tools.bench.train.method_run import MethodRun
 from products import EXHAUSTIVE
-from ranks import as_processes
+from ranks import on
 
-AUTO = "auto:seconds=0.3:trial=2"
+AUTO = "auto:trial=2"
 FLEXIBLE = "flexible:seconds=0.3:steps=2:check=2:rest=100"
 CONFIG = replace(TINY, methods=(AUTO, "torch-fp16-hook", FLEXIBLE), steps=36, evaluate_every=12)
 
@@ -56,8 +56,8 @@ def test_decisions_of_all_controllers_are_told_in_order() -> None:
     assert [row.get("tried") for row in found] == [None, None, None, []]
 
 
-def flexible_resumes(rank: int) -> None:
-    """From a state that was saved with another density in force."""
+@on(2, exhaustive=True)
+def test_flexible_resumes_whatever_density_was_in_force(rank: int) -> None:
     first = MethodRun.start(methods.parse(FLEXIBLE), CONFIG.check(), seed=0)
     first.train(6)
     decides = first.applied.flexible
@@ -78,12 +78,6 @@ def flexible_resumes(rank: int) -> None:
     assert all(p.isfinite().all() for p in second.model.parameters())
     second.applied.remove()
     dist.barrier()
-
-
-@EXHAUSTIVE
-@pytest.mark.multiprocess
-def test_flexible_resumes_whatever_density_was_in_force() -> None:
-    as_processes(2, flexible_resumes)
 
 
 class _Answers:

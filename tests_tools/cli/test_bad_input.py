@@ -1,11 +1,17 @@
-"""Every command refuses bad input in one line, with exit code 2, before any work.
+"""What holds of every command, found by walking the program, so that a new one is tested without an
+edit here: it refuses bad input in one line, with exit code 2, before any work; and what scripts of
+users depend on is as it was: commands, options, help texts, exit codes, and keys of rows.
 
-The commands are found by walking the program, so a new command is tested without an edit here.
+`interface.txt` has all of these; `pytest tests_tools/cli/test_bad_input.py --update-golden` writes
+it anew, and its difference is a line of the changelog.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+import typer.main
 from typer.models import ArgumentInfo
 
 from command_line import refusal, run
@@ -22,8 +29,10 @@ from gradwire.lang.native import jit
 from gradwire.planner import kernel_costs
 from gradwire_tools.bench import interleaved
 from gradwire_tools.bench.adapt.record import Recording
-from gradwire_tools.cli.program import BAD_INPUT, FAILED, app
+from gradwire_tools.cli import program
+from gradwire_tools.cli.program import FAILED, app
 from gradwire_tools.lab import Lab
+from gradwire_tools.report.rows import KINDS
 
 HUGE = "1000000000000000"
 # of commands, by their names
@@ -177,40 +186,6 @@ def test_bad_input_is_one_line_and_leaves_no_file(verb: Verb, folder: Path) -> N
     assert not faults, "\n".join(faults)
 
 
-def test_a_report_of_no_rows_is_one_line(tmp_path: Path) -> None:
-    rows, page, faults = tmp_path / "rows", tmp_path / "page.html", []
-    for content in (None, b"", b"no json\n", b"[1]\n", b"\xff\xfe", 2 * b'{"a": 1}\n'):
-        if content is not None:
-            rows.write_bytes(content)
-        faults.append(refusal("report", str(rows), "--output", str(page))[1])
-    assert not any(faults), faults
-    assert not page.exists()
-
-
-@pytest.mark.usefixtures("no_work")
-def test_a_refused_command_keeps_older_rows(tmp_path: Path) -> None:
-    rows = tmp_path / "rows"
-    rows.write_text("older")
-    words = ["bench", "collectives", "--numel", "0", "--net", "none", "--json", str(rows)]
-    assert run(*words).code == BAD_INPUT
-    assert rows.read_text() == "older"
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize("words", ["bench error --quick", "bench collectives", "bench train"])
-def test_a_method_given_twice_is_one_line(words: str) -> None:
-    complaint, fault = refusal(*words.split(), "--methods", "qsgd,thc, qsgd")
-    assert not fault
-    assert "--methods names qsgd twice" in complaint
-
-
-def test_unknown_commands_and_missing_arguments_are_one_line() -> None:
-    for words in (["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]):
-        complaint, fault = refusal(*words)
-        assert not fault
-        assert complaint.endswith("--help")
-
-
 def test_a_group_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -219,3 +194,86 @@ def test_a_group_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyPat
     ran = run("doctor")
     assert ran.code == FAILED
     assert "MASTER_" in ran.err.splitlines()[-1]
+
+
+STORED = Path(__file__).with_name("interface.txt")
+
+
+def commands(command: Any, words: tuple[str, ...] = ("gradwire",)) -> Iterator[str]:
+    """Lines on a command, and on those below it: its help, and a line per option."""
+    yield f"$ {' '.join(words)}"
+    yield textwrap.indent(f"{command.help}\n{command.epilog}", "  ")
+    for parameter in command.params:
+        names = " ".join([*parameter.opts, *parameter.secondary_opts])
+        repeated = "..." if parameter.multiple or parameter.nargs == -1 else ""
+        needed = "needed" if parameter.required else f"default {parameter.default!r}"
+        said = " ".join((getattr(parameter, "help", None) or "").split())
+        yield f"  {names}{repeated}: {needed}. {said}"
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+def every_command(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A command and all below it, by their words."""
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from every_command(one, *words, name)
+
+
+def test_every_help_ends_in_an_example_that_can_be_run() -> None:
+    """And its lines end where sentences of a paragraph do."""
+    root = typer.main.get_command(program.app)
+    every = dict(every_command(root))
+    assert len(every) > 20
+    for words, command in every.items():
+        said = command.epilog or ""
+        assert said.startswith(" ".join(["Example: gradwire", *words])), words
+        assert run(*words, "--help").out.split()[-len(said.split()) :] == said.split()
+        assert len(said) < 80
+        assert not re.search(r"[^\n]\n[^\n]", command.help), words
+        given, named = shlex.split(said)[2:], root
+        while given and given[0] in getattr(named, "commands", {}):
+            named = named.commands[given.pop(0)]
+        assert given or words
+        named.make_context("it", given)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [((), "doctor demo lab plan report codec"), (("bench",), "collectives kernels train")],
+)
+def test_help_shows_first_what_users_need(words: tuple[str, ...], first: str) -> None:
+    users, developers = run(*words, "--help").out.split("For developers")
+    listed = [
+        {*re.findall(r"^\S (\w+)  ", part, re.MULTILINE)}
+        for part in (users.split("Commands")[1], developers)
+    ]
+    every = dict(every_command(typer.main.get_command(program.app)))
+    assert listed == [{*first.split()}, every[words].commands.keys() - {*first.split()}]
+
+
+def exit_codes() -> Iterator[str]:
+    for name in ("OK", "FAILED", "BAD_INPUT", "INTERRUPTED", "READER_LEFT", "TERMINATED"):
+        yield f"exit code {name}: {getattr(program, name)}"
+
+
+def keys() -> Iterator[str]:
+    """A line per kind of rows: what tells it, and its keys, `key?` where rows may lack it."""
+    for kind in KINDS:
+        told = " ".join([*sorted(kind.marks - kind.values.keys()), *_given(kind.values)])
+        yield f"rows of `gradwire {kind.name}` with {told}:"
+        every = [f"{key}: {value.words}" for key, value in sorted(kind.keys.items())]
+        every += [f"{key}?: {value.words}" for key, value in sorted(kind.more.items())]
+        yield textwrap.indent("\n".join(every), "  ")
+
+
+def _given(values: Any) -> list[str]:
+    return [f"{key}={value}" for key, value in sorted(values.items())]
+
+
+def test_the_command_line_is_as_it_was(pytestconfig: pytest.Config) -> None:
+    root = typer.main.get_command(program.app)
+    found = "\n".join([*commands(root), *exit_codes(), *keys()]) + "\n"
+    if pytestconfig.getoption("update_golden"):
+        STORED.write_text(found)
+    assert found == STORED.read_text()

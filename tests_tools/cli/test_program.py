@@ -1,4 +1,5 @@
-"""The program: version, completion, exit codes, progress."""
+"""The program: version, completion, exit codes, progress; and Ctrl-C or SIGTERM in the midst of a
+long command: one line, an exit code, nothing left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,19 +26,18 @@ from gradwire_tools.bench.workers import WorkerError
 from gradwire_tools.cli import output as output_module
 from gradwire_tools.cli import program
 from gradwire_tools.cli.output import output
+from leftovers import marked, network_namespaces, until
 from products import EXHAUSTIVE
 
 GRADWIRE = [sys.executable, "-m", "gradwire_tools.cli"]
 
 
-def test_version() -> None:
+def test_version_and_completion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = run("--version")
     assert (ran.code, ran.out) == (0, f"gradwire {__version__}\n")
 
-
-def test_completion_names_the_program_and_knows_the_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     def completed(instruction: str) -> str:
         monkeypatch.setenv("_GRADWIRE_COMPLETE", instruction)
         with pytest.raises(SystemExit) as ended:
@@ -79,10 +80,6 @@ def terminated() -> None:
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
-    command = " ".join(GRADWIRE) + " codec list --json - | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["codec"] == "identity"
-    assert "Error" not in done.stderr
     for words in (["codec", "list", "--json", "-"], ["codec", "show", "qsgd"]):
         reading, writing = os.pipe()
         os.close(reading)
@@ -132,24 +129,6 @@ def test_progress_without_a_terminal_is_a_line_at_once_and_every_two_seconds(
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
-
-    def rows() -> Iterator[dict[str, Any]]:
-        progress("turns", 0, 2)
-        progress("turns", 1, 2)
-        yield {"a": 1}
-
-    with open(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        reading = read_in_a_thread(ours)
-        with output("-") as out:
-            out.measured(rows(), ["a"])
-    shown = reading()
-    assert "━".encode() in shown
-    assert b": 0 of " not in shown
-
-
-def read_in_a_thread(ours: int) -> Any:
-    """Begin to read what the other end of a pty writes; call what is returned for all of it."""
     shown: list[bytes] = []
 
     def read() -> None:
@@ -159,14 +138,20 @@ def read_in_a_thread(ours: int) -> Any:
         except OSError:  # the other end is closed
             os.close(ours)
 
+    def rows() -> Iterator[dict[str, Any]]:
+        progress("turns", 0, 2)
+        progress("turns", 1, 2)
+        yield {"a": 1}
+
     reader = threading.Thread(target=read)
-    reader.start()
-
-    def all_of_it() -> bytes:
-        reader.join(60)
-        return b"".join(shown)
-
-    return all_of_it
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        reader.start()
+        with output("-") as out:
+            out.measured(rows(), ["a"])
+    reader.join(60)
+    assert "━".encode() in b"".join(shown)
+    assert b": 0 of " not in b"".join(shown)
 
 
 LONG = [
@@ -182,8 +167,8 @@ LONG = [
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("command", LONG)
-def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) -> None:
-    """Rows alone on standard output; on standard error lines, or a bar on a terminal."""
+def test_long_commands_have_progress(command: list[str], tmp_path: Path) -> None:
+    """Rows alone on standard output; progress on standard error, as lines or bars (above)."""
     plain = subprocess.run(
         [*GRADWIRE, *command, "--json", "-"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
@@ -193,14 +178,81 @@ def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) ->
     assert ": 0 of " in plain.stderr
     assert "1 methods" not in plain.stderr
     assert "\x1b[" not in plain.stderr
-    ours, theirs = pty.openpty()
+
+
+# A shell has Ctrl-C ignored by what it starts in the background, such as these tests.
+START = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gradwire_tools.cli import main
+main()
+"""
+RANKS = " nodes on "  # what is printed once the lab stands
+SLEEP = ["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "600"]
+SHAPED = ["lab", "run", "--nodes", "2", "--net", "10mbit,1ms", "--", "sleep", "600"]
+ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+# (signal, command, what it prints before the signal, processes that it then has)
+CASES = [
+    pytest.param(signal.SIGINT, SLEEP, RANKS, 4, marks=EXHAUSTIVE),
+    (signal.SIGTERM, SLEEP, RANKS, 4),
+    pytest.param(signal.SIGINT, SHAPED, RANKS, 4, marks=pytest.mark.lab),
+]
+MORE = [
+    (signal.SIGINT, ["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of ", 3),
+    (signal.SIGINT, ["demo", "--net", "none", "--json", "-"], RANKS, 3),
+    (signal.SIGINT, ["bench", "train", "--net", "none", "--nodes", "2"], RANKS, 3),
+    (signal.SIGINT, ["bench", "kernels", "--codec", "topk", "--target", "eager"], "kernels of", 1),
+    (signal.SIGINT, ["codec", "build", "--output", "made"], "x86-64", 1),
+    (signal.SIGINT, ["doctor", "--ranks", "2", "--numel", "20000000"], RANKS, 3),
+    (signal.SIGINT, ["sim", "--fresh"], "kernels of ", 1),
+    (signal.SIGTERM, ["bench", "train", "--net", "none", "--nodes", "2"], RANKS, 3),
+    (signal.SIGTERM, ["bench", "error", "--quick"], "gpt, ", 1),
+]
+ON_LINKS = ["bench", "collectives", "--ranks", "2", "--net", "1gbit,1ms"]
+CASES += [pytest.param(*case, marks=EXHAUSTIVE) for case in MORE]
+marks = [EXHAUSTIVE, pytest.mark.lab]
+CASES += [pytest.param(signal.SIGINT, ON_LINKS, "turns of ", 3, marks=marks)]
+
+
+def check(
+    number: signal.Signals, command: list[str], once: str, processes: int, folder: Path
+) -> None:
+    """A command, its exit code and standard error, and what it leaves."""
+    mark = f"GRADWIRE_TEST_{uuid.uuid4().hex}"
+    environment = {**os.environ, mark: "1", "TMPDIR": str(folder)}
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
     process = subprocess.Popen(
-        [*GRADWIRE, *command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs,
-        env={**os.environ, "TERM": "xterm"},
+        [sys.executable, "-c", START, *command],
+        env=environment, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
-    reading = read_in_a_thread(ours)
-    os.close(theirs)
-    assert process.wait(240) == 0, reading()
-    shown = reading()
-    assert "━".encode() in shown
-    assert b": 0 of " not in shown
+    said: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))
+    reader.start()
+    try:
+        begun = until(lambda: once in "".join(said) or process.poll() is not None, 120)
+        assert begun, said
+        running = until(lambda: len(marked(mark)) >= processes or process.poll() is not None)
+        assert running, marked(mark)
+        made = network_namespaces(marked(mark)) - {os.readlink("/proc/self/ns/net")}
+        process.send_signal(number)
+        code = process.wait(60)
+    finally:
+        process.kill()
+        reader.join(10)
+    assert until(lambda: not marked(mark)), "processes are left"
+    assert not list(folder.glob("gradwire-*")), "temporary files are left"
+    assert until(lambda: not made & network_namespaces()), "namespaces are left"
+    assert bool(made) == any("bit," in word for word in command)
+    expected, ending = ENDINGS[number]
+    assert code == expected, "".join(said)
+    assert "Traceback" not in "".join(said)
+    assert said[-1] == f"gradwire: {ending}\n"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("number", "command", "once", "processes"), CASES)
+def test_one_line_and_nothing_is_left(
+    number: signal.Signals, command: list[str], once: str, processes: int, tmp_path: Path
+) -> None:
+    check(number, command, once, processes, tmp_path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import os
+import sys
 from pathlib import Path
+from unittest import mock
 
 import blocks
 import pytest
@@ -48,7 +52,7 @@ PAGES = [
     (rules.includes, INCLUDED.format("code", "two", "one"), ["has no 'one'"]),
     (rules.includes, INCLUDED.format("code", "one", "six"), ["has no 'six'"]),
     (rules.includes, INCLUDED.format("gone", "one", "two"), ["has no 'one'", "has no 'two'"]),
-    (rules.paths, '"""docs/internals/architecture.md and docs/nowhere.md."""\n', ["docs/nowhere.md"]),
+    (rules.paths, '"""docs/how-to/ddp.md and docs/nowhere.md."""\n', ["docs/nowhere.md"]),
     (rules.commands, "```\ngradwire bench kernels \\\n    --nothing\n```\n", ["--nothing"]),
     (rules.commands, "and `gradwire bench\nkernels --no`", ["--no"]),
     # A command in another section does not count, nor does a file that is not there.
@@ -100,32 +104,20 @@ def test_what_is_a_figure() -> None:
         assert Page(Path(), text).figures == found
 
 
-@pytest.mark.multiprocess
-def test_blocks_continue_on_two_ranks() -> None:
-    text = (
-        "```python helper.py\nfound = 3\n```\n"
-        # gloo's mesh may still connect on one rank when the other has it: hence the barrier
-        "```python\nimport torch.distributed as dist\n\n"
-        "dist.init_process_group('gloo')\ndist.barrier()\n```\n"
-        "```python ranks=1\nalone = True\n```\n"
-        "```python\nfrom helper import found\n\nrank = found * dist.get_rank()\n```\n"
-        "```python new\nrank = 7\n```\n"
-    )
-    (said,) = blocks.run([Page(Path("page.md"), text)], names)
-    assert said == [[(0, True), (7, False)], [(3, False), (7, False)]]
-
-
-def names(rank: int, found: dict[str, object]) -> tuple[object, bool]:
-    return found["rank"], "alone" in found
-
-
-@pytest.mark.multiprocess
-def test_blocks_that_fail_are_told_with_page_and_line() -> None:
+def test_blocks_that_fail_are_told_with_page_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, as rank 0."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [""])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for text, line, says in (
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```", 6, "AssertionError"),
         ("```python\nx = 1\n```\n\n```python new\nprint(x)\n```", 6, "NameError"),
         ("```python fails=ValueError\nx = 1\n```", 2, "does not raise"),
         ("```python x.py\nimport gone\n```", 2, "ModuleNotFoundError"),
     ):
-        with pytest.raises(AssertionError, match=rf"page\.md:{line}: the block .*{says}"):
-            blocks.run([Page(Path("page.md"), text)])
+        given = Page(Path("page.md"), text).blocks
+        told = pytest.raises(AssertionError, match=rf"page\.md:{line}: the block .*{says}")
+        with told, mock.patch.dict(os.environ):
+            blocks._page(0, "page.md", tmp_path, given, itertools.repeat(0), None)

@@ -1,7 +1,9 @@
-"""Measures a lab from inside: run on three nodes by test_shape.py, it prints one JSON object.
+"""Measures a lab from inside: run on its nodes by test_shape.py, it prints one JSON object.
 
-Node 0 exchanges single bytes with node 1 (round trip), then receives a stream from node 1 alone
-(rate), then from nodes 1 and 2 at once (shared ingress).
+streams BYTES      node 0 exchanges single bytes with node 1 (round trip), then receives a
+                   stream from node 1 alone (rate), then from nodes 1 and 2 at once
+datagrams SECONDS  numbered, one per millisecond from node 1 to node 0, which prints those that
+                   it got
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def lost() -> int:
     return counts["RetransSegs"] - counts["TCPDSACKRecvSegs"]
 
 
-def receiver(peers: int) -> None:
+def receive_streams(peers: int) -> None:
     with socket.create_server(("", PORT)) as server:
         streams = {}
         for _ in range(2 * peers - 1):  # node 1 connects twice
@@ -70,7 +72,7 @@ def receiver(peers: int) -> None:
     print(json.dumps({"rtt_s": statistics.median(rtts), "alone": alone, "shared": sum(rates)}))
 
 
-def sender(rank: str, payload: bytes) -> None:
+def send_streams(rank: str, payload: bytes) -> None:
     def connect(name: str) -> socket.socket:
         while True:
             try:
@@ -96,8 +98,30 @@ def sender(rank: str, payload: bytes) -> None:
     print(json.dumps({"lost": lost()}))
 
 
+def receive_datagrams() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
+        ours.bind(("", PORT))
+        found = []
+        while data := ours.recv(64):
+            found.append(int(data))
+        print(json.dumps({"got": found}))
+
+
+def send_datagrams(seconds: float) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
+        time.sleep(0.5)  # the receiver starts at the same time
+        sent = int(1000 * seconds)
+        for number in range(sent):
+            ours.sendto(b"%d" % number, ("node0", PORT))
+            time.sleep(0.001)
+        time.sleep(0.2)
+        ours.sendto(b"", ("node0", PORT))
+        print(json.dumps({"sent": sent}))
+
+
 if __name__ == "__main__":
-    if os.environ["RANK"] == "0":
-        receiver(peers=2)
+    rank, (what, given) = os.environ["RANK"], sys.argv[1:]
+    if what == "streams":
+        receive_streams(peers=2) if rank == "0" else send_streams(rank, bytes(int(given)))
     else:
-        sender(os.environ["RANK"], bytes(int(sys.argv[1])))
+        receive_datagrams() if rank == "0" else send_datagrams(float(given))

@@ -17,17 +17,17 @@ import pytest
 
 from gradwire_tools.lab import Lab, Network, NodeProcess
 
-HERE = Path(__file__).parent
+PROBE = str(Path(__file__).with_name("network_probe.py"))
 FAST, SLOW = Network.parse("400mbit,1ms"), Network.parse("50mbit,15ms")
 
 
-def run(lab: Lab, folder: Path, program: str, *arguments: str) -> list[tuple[NodeProcess, Path]]:
-    """Start a program of this folder on every node; its processes with their output files."""
+def run(lab: Lab, folder: Path, what: str, given: str) -> list[tuple[NodeProcess, Path]]:
+    """Start the probe on every node; its processes with their output files."""
     started = []
     for rank, variables in enumerate(lab.torchrun_env()):
-        said = folder / f"{program}{rank}"
+        said = folder / f"{what}{rank}"
         with open(said, "wb") as file:
-            argv = [sys.executable, str(HERE / f"{program}.py"), *arguments]
+            argv = [sys.executable, PROBE, what, given]
             started.append((lab.spawn(rank, argv, {**os.environ, **variables}, stdout=file), said))
     return started
 
@@ -50,7 +50,7 @@ def check(lab: Lab, folder: Path, seconds: float = 1.0, least: float = 0.9) -> N
     """
     net, rate = lab.net, lab.net.rate_bits_per_s
     for attempt in (1, 2):
-        seen = told(run(lab, folder, "network_probe", str(int(rate / 8 * seconds))))
+        seen = told(run(lab, folder, "streams", str(int(rate / 8 * seconds))))
         print(net, lab.latency_by, seen)
         assert seen["rtt_s"] >= 2 * net.latency_s
         assert seen["alone"] <= 1.05 * rate
@@ -102,7 +102,7 @@ def test_rate_and_latency_change(tmp_path: Path) -> None:
 @pytest.mark.lab
 def test_packets_in_flight_arrive(tmp_path: Path) -> None:
     with Lab(2, SLOW) as lab:
-        started = run(lab, tmp_path, "datagram_probe", "2")
+        started = run(lab, tmp_path, "datagrams", "2")
         time.sleep(0.8)
         for i in range(10):
             lab.change((FAST, SLOW)[i % 2])

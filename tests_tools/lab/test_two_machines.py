@@ -70,5 +70,5 @@ def test_the_other_lines_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     trained, probed, examined = said
     assert "with 4 bits" in trained
     assert "latency" in probed
-    assert "gw.attach" in examined or "Nothing to gain" in examined
+    assert "gw.attach" in examined or "hook(" in examined or "leave the script" in examined
     assert "share this machine" not in examined

@@ -1,17 +1,15 @@
-"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates; test_verb.py has mistakes."""
+"""`gradwire sim --sharded`: bytes by formula, FSDP2's order, rates; test_verb.py has its rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from command_line import rows_of
 from gradwire import Options, codecs
 from gradwire.engine import HEADER_BYTES
 from gradwire.lang import layout
@@ -22,7 +20,7 @@ from gradwire_tools.sim import Curves, Net, models
 from gradwire_tools.sim.models import Shapes
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
 from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
-from gradwire_tools.sim.training import Compute, Start, Times, Waits, order
+from gradwire_tools.sim.training import Times, order
 from machines import FREE, GBIT, USUAL, priced
 from rooms.collectives import Capabilities, compile
 from rooms.engine import Topology
@@ -167,41 +165,40 @@ def test_a_slower_network_hardly_slows_quantised_steps() -> None:
     assert slower["qsdp:w=8:g=8"] < slower["qsdp:w=8:g=8:keep=none"] < 1.5
 
 
-def jobs_of(waits: Waits, backward: str = "gather", blocks: int = 3) -> tuple[str, str]:
-    """(jobs as lane and group, actions) of a step of equal blocks."""
-    times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * blocks + [Times(0.0, 0.0)]
-    jobs, actions = order(times, backward, waits)
+def jobs_of(backward: str = "gather", **waits: bool) -> tuple[str, str]:
+    """(jobs as lane and group, actions) of a step of three equal blocks."""
+    times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * 3 + [Times(0.0, 0.0)]
+    jobs, actions = order(times, backward, **waits)
     names = [f"{job.lane[0]}{job.group}" for job in jobs]
-    told = []
-    for action in actions:
-        if isinstance(action, Compute):
-            told.append(f"{action.seconds:g}")
-        else:
-            told.append(("+" if isinstance(action, Start) else "?") + names[action.job])
+    marks = {"start": "+", "wait": "?"}
+    told = [
+        f"{one.seconds:g}" if one.do == "compute" else marks[one.do] + names[one.job]
+        for one in actions
+    ]
     return " ".join(names), " ".join(told)
 
 
 FORWARD = "+g3 ?g3 0 +g0 ?g0 1 +g1 ?g1 1 +g2 ?g2 1"
-ORDERS = [
-    (Waits(), "+g3 +g0 ?g3 +g1 0 ?g0 +g2 1 ?g1 1 ?g2 1",
+ORDERS: list[tuple[dict[str, bool], str, str]] = [
+    ({}, "+g3 +g0 ?g3 +g1 0 ?g0 +g2 1 ?g1 1 ?g2 1",
      "+g2 ?g2 +g1 2 +r2 ?g1 +g0 2 ?r2 +r1 ?g0 2 ?r1 +r0 0 ?r0 +r3 ?r3"),
     # On a CPU the host waits.
-    (Waits(blocking=True), FORWARD,
+    ({"blocking": True}, FORWARD,
      "+g2 ?g2 +g1 2 +r2 ?r2 ?g1 +g0 2 +r1 ?r1 ?g0 2 +r0 ?r0 0 +r3 ?r3 ?r3"),
-    (Waits(blocking=True, prefetches=False), FORWARD,
+    ({"blocking": True, "prefetches": False}, FORWARD,
      "+g2 ?g2 2 +r2 ?r2 +g1 ?g1 2 +r1 ?r1 +g0 ?g0 2 +r0 ?r0 0 +r3 ?r3 ?r3"),
 ]  # fmt: skip
 
 
 def test_the_order_is_fsdp2s() -> None:
     for waits, forward, backward in ORDERS:
-        assert jobs_of(waits)[1] == f"{forward} {backward}"
-    assert jobs_of(Waits())[0] == "g3 g0 g1 g2 g2 g1 g0 r2 r1 r0 r3"
+        assert jobs_of(**waits)[1] == f"{forward} {backward}"
+    assert jobs_of()[0] == "g3 g0 g1 g2 g2 g1 g0 r2 r1 r0 r3"
     # What is kept is not gathered again.
-    names, told = jobs_of(Waits(), "decode")
+    names, told = jobs_of("decode")
     assert names == "g3 g0 g1 g2 r2 r1 r0 r3"
     assert told.split().count("2.25") == 3  # decoded, then computed
-    assert jobs_of(Waits(), "")[1].split().count("2") == 3
+    assert jobs_of("")[1].split().count("2") == 3
 
 
 def test_kernels_take_time() -> None:
@@ -260,43 +257,3 @@ def test_groups_are_a_models_parameters_blocks_and_the_root() -> None:
     blocks = models.groups("gpt2")
     assert [len(group) for group in blocks] == [1, *[12] * 12, 3]  # positions; the embedding, norm
     assert models.groups("7,4096x1024") == (((7, 1),), ((4096, 1024),), ())
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    weights, gradients = sent_by(sharded.parse("qsdp:w=8:g=8"))
-    one = ShardedScenario(2, GBIT, weights, gradients, GROUPS)
-    path = tmp_path_factory.mktemp("curves") / "curves.json"
-    curves_of(one, free=False).save(path)
-    return str(path)
-
-
-def told(file: str, *arguments: str) -> list[dict[str, Any]]:
-    methods = ["--methods", "fsdp-mixed,qsdp:w=8:g=8"]
-    return rows_of("sim", "--sharded", "--curves", file, *methods, *arguments)
-
-
-KEYS = {
-    "sharded", "method", "model", "numel", "algorithm", "ranks", "per_node", "net", "groups",
-    "seconds", "forward_seconds", "backward_seconds", "blocking", "compute_seconds", "wire_bytes",
-    "weights_wire_bytes", "gradients_wire_bytes", "ratio", "limit_seconds", "of_limit", "messages",
-    "exact", "machine", "run",
-}  # fmt: skip
-
-
-def test_rows_of_the_command(file: str, tmp_path: Path) -> None:
-    plot = tmp_path / "plot.svg"
-    rows = told(
-        file, "--model", "1e6,1e6", "--backward", "0.2", "--sweep", "rate=100mbit,1gbit", "--plot",
-        str(plot),
-    )  # fmt: skip
-    assert [(row["method"], row["value"]) for row in rows] == [
-        (method, rate) for rate in ("100mbit", "1gbit") for method in ("fsdp-mixed", "qsdp:w=8:g=8")
-    ]
-    for row in rows:
-        assert row.keys() == {*KEYS, "sweep", "value"}
-        assert (row["forward_seconds"], row["backward_seconds"]) == (0.1, 0.2)
-    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"] > 0.3
-    assert "<svg" in plot.read_text()
-    (alone, _) = told(file, "--model", "1e6", "--forward", "0.05", "--backward", "0.2")
-    assert alone["forward_seconds"] == 0.05

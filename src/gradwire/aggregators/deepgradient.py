@@ -51,7 +51,7 @@ from gradwire.aggregators.error_feedback import (
 )
 from gradwire.aggregators.protocol import Averages, Context, StateSpec, Steps
 from gradwire.codecs import DGC, checks
-from gradwire.codecs.sparse import STORED
+from gradwire.codecs.topk import STORED
 from gradwire.collectives import AllReduce
 from gradwire.lang import Codec
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from gradwire.aggregators.compressed import SCOPES, Encoded
 from gradwire.codecs import TopK, checks
-from gradwire.codecs.sparse import STORED
+from gradwire.codecs.topk import STORED
 from gradwire.lang import Codec
 
 

@@ -152,8 +152,7 @@ def check_asked(
         return
     for _, _, request in asking:
         request.check()
-    pairs = zip_longest(found, known)
-    now, then = next((now, then) for now, then in pairs if now != then)
+    now, then = next(pair for pair in zip_longest(found, known) if pair[0] != pair[1])
     name = (now or then or ("",))[0]
     (aggregator,) = (m.aggregator for m in members if m.name == name)
     raise aggregator_error(
@@ -166,10 +165,11 @@ def check_asked(
 def _in_words(asked: tuple[str, tuple[Any, ...]] | None) -> str:
     if asked is None:
         return "nothing"
-    name, (verb, op, root, *how, codec, numel, dtype, lengths, stride, _) = asked
+    name, (verb, op, root, by, segments, codec, numel, dtype, lengths, stride, _) = asked
     of = op if verb != "broadcast" else f"from rank {root}"
-    shards = f", lengths {lengths}, stride {stride}" if lengths or stride else ""
-    return f"{verb}({of}) of {numel} x {dtype} of {name} through {codec}{shards}, {how}"
+    how = {"through": codec, "by": by, "segments": segments, "lengths": lengths, "stride": stride}
+    said = "".join(f", {name} {value}" for name, value in how.items() if value)
+    return f"{verb}({of}) of {numel} x {dtype} of {name}{said}"
 
 
 def items_of(

@@ -102,9 +102,9 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
     return dataclasses.replace(aggregator, **options)
 
 
-def text(aggregator: Aggregator) -> str:
+def text(aggregator: Aggregator, bits: bool = False) -> str:
     """The text that `get` takes for an aggregator without error feedback: what differs from its
-    defaults.
+    defaults; with `bits` these, too, for people.
 
     Raises:
         ConfigError: a class that is not registered, or an option that has no text.
@@ -123,9 +123,9 @@ def text(aggregator: Aggregator) -> str:
         plain = get(name)
         usual = plain.codec if isinstance(plain, Compressed) else plain
         defaults = {o: getattr(usual, o, getattr(plain, o, None)) for o in given}
-        changed = {option: v for option, v in given.items() if v != defaults[option]}
-        if all(isinstance(v, int | float | str) for v in changed.values()):
-            return ":".join([name, *(f"{option}={_word(v)}" for option, v in changed.items())])
+        told = {o: v for o, v in given.items() if v != defaults[o] or (bits and o == "bits")}
+        if all(isinstance(v, int | float | str) for v in told.values()):
+            return ":".join([name, *(f"{option}={_word(v)}" for option, v in told.items())])
     raise ConfigError(f"{aggregator} has no text: a plan in a file has registered codecs alone")
 
 

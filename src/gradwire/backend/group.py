@@ -19,8 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from gradwire.backend.blob import Blobs
 from gradwire.backend.entry import NAME
-from gradwire.backend.models import Models
-from gradwire.backend.scope import lacking, reduction
+from gradwire.backend.models import Models, lacking
 from gradwire.backend.settings import Settings, from_environment
 from gradwire.errors import ConfigError
 from gradwire.handles import torch_versions
@@ -73,18 +72,16 @@ class Group(dist.ProcessGroup):
     @_untraced
     def allreduce(self, *args: Any, **options: Any) -> dist.Work:
         tensors, op = _asked(*args, **options)
+        work: dist.Work | None = None
         if self.settings.blob:
             work = self.blobs.all_reduced(tensors, op)
-            if work is not None:
-                return work
-        else:
-            record = self.models.reduces(tensors[0]) if len(tensors) == 1 else None
+        elif len(tensors) == 1:
+            record = self.models.reduces(tensors[0])
             mesh = None if record is None else record.mesh_info
             between = getattr(mesh, "replicate_process_group", None)
             if isinstance(between, Replicas):
-                return between.allreduce(*args, **options)
-        plain: dist.Work = self._plain_call("allreduce", *args, **options)
-        return plain
+                work = between.allreduce(*args, **options)
+        return self._plain_call("allreduce", *args, **options) if work is None else work
 
     @_untraced
     def reduce_scatter_single(
@@ -94,19 +91,17 @@ class Group(dist.ProcessGroup):
         opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
+        work: dist.Work | None = None
         if self.settings.blob:
-            work = self.blobs.scattered(output, input, reduction(opts.reduceOp))
-            if work is not None:
-                return work
+            work = self.blobs.scattered(output, input, _reduction(opts.reduceOp))
         else:
             record = self.models.reduces(input)
             scatter = None if record is None else collective_of(record, "reduce_scatter")
             if isinstance(scatter, Scatter):
                 scatter(output, input, self, opts.reduceOp)
-                return Completed()
+                work = Completed()
         name = torch_versions.reduce_scatter_name()
-        plain: dist.Work = self._plain_call(name, output, input, opts)
-        return plain
+        return self._plain_call(name, output, input, opts) if work is None else work
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -161,8 +156,7 @@ class Group(dist.ProcessGroup):
             wire_bytes, raw_bytes, ratio, seconds: as of `Handle.stats`.
             left_alone: name of an operation -> number of calls passed on to torch.
         """
-        models, blobs = self.models.totals(), self.blobs.totals()
-        totals = {key: models[key] + blobs[key] for key in blobs}
+        totals = {key: of + self.blobs.totals[key] for key, of in self.models.totals().items()}
         ratio = times_less(totals["raw_bytes"], totals["wire_bytes"])
         return {**totals, "ratio": ratio, "left_alone": dict(self.models.left)}
 
@@ -200,7 +194,13 @@ def _asked(
     """
     wanted = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts
     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    return listed, reduction(wanted if op is None else op)
+    return listed, _reduction(wanted if op is None else op)
+
+
+def _reduction(op: object) -> str | None:
+    """ "avg" or "sum"; None for other reductions."""
+    named = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+    return next((name for name, known in named.items() if op == known), None)
 
 
 # ---- construction

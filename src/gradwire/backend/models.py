@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.backend.scope import lacking
 from gradwire.backend.settings import Settings
 from gradwire.errors import ConfigError
+from gradwire.handles.backward import ModuleHook
 from gradwire.handles.ddp import Planned, plan_ddp
 from gradwire.handles.fsdp import process_groups, reduced_over
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
-from gradwire.handles.module_hook import ModuleHook
 from gradwire.handles.sharded_attach import plan_sharded
 from gradwire.handles.sharded_plan import is_attached, not_free
+from gradwire.lang import gpu
 from gradwire.planner import Rules
 
 log = logging.getLogger("gradwire")
@@ -183,6 +183,16 @@ def _add(totals: dict[str, float], handle: Handle) -> None:
 def _is_active(group: dist.ProcessGroup) -> bool:
     models = getattr(group, "models", None)
     return isinstance(models, Models) and models.active
+
+
+def lacking(device_type: str) -> str | None:
+    """Why tensors on such devices cannot be compressed, or None."""
+    if device_type == "cpu":
+        return None
+    if device_type != "cuda":
+        return "gradwire has kernels for the CPU and for CUDA"
+    reason = gpu.missing()
+    return "TRITON_INTERPRET=1 is set" if reason is None and gpu.interpreting() else reason
 
 
 def _refuse_builtin_hook(ddp: DistributedDataParallel) -> None:

@@ -26,12 +26,11 @@ from gradwire.collectives import Options, check_defined
 from gradwire.collectives.calling import options_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
-from gradwire.handles.arguments import Methods
+from gradwire.handles.arguments import Methods, check_renamed
 from gradwire.handles.attach import attach
 from gradwire.handles.bias import warn_once
 from gradwire.handles.fsdp import parameter_groups, process_groups
 from gradwire.handles.handle import Handle
-from gradwire.handles.renamed import check_renamed
 from gradwire.handles.sharded_plan import not_free
 from gradwire.handles.wrapped import original, plain_name, plain_names, synchronising
 from gradwire.lang import Codec

@@ -1,4 +1,4 @@
-"""The codecs, one per file, and the registry of their names."""
+"""The codecs, one per file, by their names; `registry` has the list."""
 
 from __future__ import annotations
 
@@ -6,55 +6,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gradwire.codecs.adacomp import AdaComp
-from gradwire.codecs.cast import Cast
-from gradwire.codecs.dgc import DGC
-from gradwire.codecs.float8 import Float8
-from gradwire.codecs.graddrop import GradDrop
-from gradwire.codecs.hardthreshold import HardThreshold
-from gradwire.codecs.identity import Identity
-from gradwire.codecs.learnedlevels import LearnedLevels
-from gradwire.codecs.lowrank import LowRank
-from gradwire.codecs.mstopk import MSTopK
-from gradwire.codecs.onebit import OneBit
-from gradwire.codecs.qsgd import QSGD
-from gradwire.codecs.randomk import RandomK
-from gradwire.codecs.randomshift import RandomShift
-from gradwire.codecs.rotated import Rotated
-from gradwire.codecs.saturating import Saturating
-from gradwire.codecs.tbq import TBQ
-from gradwire.codecs.terngrad import TernGrad
+from gradwire.codecs import registry
+from gradwire.codecs.registry import *  # noqa: F403
 from gradwire.codecs.text import merged, parse
-from gradwire.codecs.threelc import ThreeLC
-from gradwire.codecs.topk import TopK
 from gradwire.errors import ConfigError, use_one_of
-from gradwire.lang.codec import Codec, check_codec, source_lines
+from gradwire.lang.codec import Codec as Codec
+from gradwire.lang.codec import check_codec, source_lines
 from gradwire.lang.forms import derive
 
 # name -> (class, options fixed by the name)
-REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
-    "identity": (Identity, {}),
-    "fp16": (Cast, {"dtype": "fp16"}),
-    "bf16": (Cast, {"dtype": "bf16"}),
-    "fp8": (Float8, {}),
-    "qsgd": (QSGD, {}),
-    "terngrad": (TernGrad, {}),
-    "onebit": (OneBit, {}),
-    "tbq": (TBQ, {}),
-    "threelc": (ThreeLC, {}),
-    "topk": (TopK, {}),
-    "mstopk": (MSTopK, {}),
-    "dgc": (DGC, {}),
-    "graddrop": (GradDrop, {}),
-    "hardthreshold": (HardThreshold, {}),
-    "adacomp": (AdaComp, {}),
-    "randomk": (RandomK, {}),
-    "randomshift": (RandomShift, {}),
-    "learnedlevels": (LearnedLevels, {}),
-    "rotated": (Rotated, {}),
-    "saturating": (Saturating, {}),
-    "lowrank": (LowRank, {}),
-}
+REGISTRY = registry._REGISTRY
 
 # What other libraries call a codec, for an error.
 ELSEWHERE = {
@@ -66,35 +27,6 @@ ELSEWHERE = {
 
 # The names of gradwire.aggregators.registry, which imports this package: named here for an error.
 _AGGREGATORS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk")
-
-__all__ = [
-    "DGC",
-    "QSGD",
-    "REGISTRY",
-    "TBQ",
-    "AdaComp",
-    "Cast",
-    "Codec",
-    "Float8",
-    "GradDrop",
-    "HardThreshold",
-    "Identity",
-    "LearnedLevels",
-    "LowRank",
-    "MSTopK",
-    "OneBit",
-    "RandomK",
-    "RandomShift",
-    "Rotated",
-    "Saturating",
-    "TernGrad",
-    "ThreeLC",
-    "TopK",
-    "get",
-    "listing",
-    "name_of",
-    "options",
-]
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:

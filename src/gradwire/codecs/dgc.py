@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.codecs.sparse import Sparse
+from gradwire.codecs.topk import Sparse
 from gradwire.lang import Payload, Value
 from gradwire.lang.ops import abs, share, sort, topk
 

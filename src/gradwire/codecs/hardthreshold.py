@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
-from gradwire.codecs.sparse import Sparse
+from gradwire.codecs.topk import Sparse
 from gradwire.lang import Payload, Value
 from gradwire.lang.ops import abs, share, topk
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
-from gradwire.codecs.sparse import STORED
+from gradwire.codecs.topk import STORED
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import concat, floor, index, map, random, reduce, where
 

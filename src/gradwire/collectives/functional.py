@@ -43,20 +43,32 @@ _COUNTED = 1 << 62  # steps from here on belong to calls without a given step
 
 
 def _told(call: Callable[P, T]) -> Callable[P, T]:
-    """A public call: its peers are told what it raises, in case they wait for it in vain."""
+    """A public call: one thread at a time makes them, and its peers are told what it raises, in
+    case they wait for it in vain."""
 
     @wraps(call)
     def run(*arguments: P.args, **named: P.kwargs) -> T:
         if not dist.is_initialized() and "group" not in named:
             return call(*arguments, **named)  # which says so, or else what is wrong
         comm = _communicator(named.get("group"))  # type: ignore[arg-type]
-        issued = comm.calls.core.issued
+        comm.calls.check_process()
+        issued, alone = comm.calls.core.issued, comm.calls.calling.acquire(blocking=False)
         try:
+            if not alone:
+                raise ConfigError(
+                    f"{call.__name__}: another thread is in a collective of this process group, "
+                    "and ranks may meet the two in different orders: call them one after the "
+                    "other, in the same order on all ranks, or give each thread a process group "
+                    "of its own"
+                )
             return call(*arguments, **named)
         except Exception as error:
             if comm.calls.core.issued == issued:
                 comm.watchdog.refused(error)
             raise
+        finally:
+            if alone:
+                comm.calls.calling.release()
 
     return run
 
@@ -100,7 +112,7 @@ def all_reduce(
 
     Raises:
         ConfigError: unknown codec, op or algorithm; what docs/reference/algorithms.md does not
-            list; ranks that disagree.
+            list; ranks that disagree; or another thread is in a call on this group.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """

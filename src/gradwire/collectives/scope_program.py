@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,6 @@ from gradwire.errors import ConfigError, GradwireError
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.waiting import result_of
-
-T = TypeVar("T")
 
 _KEPT = 512  # single collectives of an owner: more than the layers of any model
 
@@ -154,13 +152,13 @@ class ScopeProgram:
             if name is not None:
                 verdict = "ready" if refused is None else f"refused: {refused}"
                 said = [*self.lines, verdict]
-                _copy(self.comm.agreement(name, "a collective", said), agreement)
+                agreement.set_result(result_of(self.comm.agreement(name, "a collective", said)))
             result_of(agreement)
             if refused is not None:
                 raise refused
             tags = self.digest
             if not self.owner.single:
-                tags = self.comm.claim(self.owner, self.range)
+                tags = self.comm.ranges.claim(self.owner, self.range)
             for prepared in made:
                 _number(prepared, tags)
         except BaseException as error:
@@ -281,16 +279,6 @@ def program_for(owner: Owner, rounds: Sequence[Round]) -> ScopeProgram:
     key = tuple(rounds)
     with owner.preparing:
         known = owner.programs.get(key)
-        if isinstance(known, ScopeProgram):
-            return known
-        made = owner.programs[key] = ScopeProgram(owner, key)
-    return made
-
-
-def _copy(source: Future[T], target: Future[T]) -> None:
-    """Wait for `source`, and complete `target` with its result or error."""
-    error = source.exception()
-    if error is None:
-        target.set_result(source.result())
-    else:
-        target.set_exception(error)
+        if not isinstance(known, ScopeProgram):
+            known = owner.programs[key] = ScopeProgram(owner, key)
+    return known

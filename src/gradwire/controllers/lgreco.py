@@ -3,12 +3,12 @@
 Steps:
   1. Leave out choices that another beats in both cost and error.
   2. Bound what any plan costs; the bound's own plan, and the uniform one if it is within the
-     budget, are incumbents. Leave out choices that no cheaper plan has (`knapsack_bounds`).
-  3. Dynamic programming over bins of error, rounded up (`knapsack_bins`).
+     budget, are incumbents. Leave out choices that no cheaper plan has (`knapsack.bound`).
+  3. Dynamic programming over bins of error, rounded up (`knapsack.by_bins`).
   4. A greedy fill spends what rounding left: of all single changes that fit, the one that saves
      most, until none saves.
-  5. If the best plan is more than `gap` above the bound, search exactly (`knapsack_lists`), and if
-     that is too much, repeat 3 and 4 with ten times the bins.
+  5. If the best plan is more than `gap` above the bound, search exactly (`knapsack.by_lists`), and
+     if that is too much, repeat 3 and 4 with ten times the bins.
 
 The thesis has steps 3 alone; with 10 000 bins that misses the optimum by over 1 % in some small
 cases, where rounding up rules the best plan out.
@@ -23,16 +23,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire.controllers import error
-from gradwire.controllers.knapsack_bins import by_bins
-from gradwire.controllers.knapsack_bounds import (
+from gradwire.controllers.knapsack import (
     Problem,
     bound,
+    by_bins,
+    by_lists,
     padded,
     undominated,
     without,
     worthwhile,
 )
-from gradwire.controllers.knapsack_lists import by_lists
 from gradwire.controllers.layer import Budget, Layer, plan_cost, plan_error
 from gradwire.controllers.policy import Policy
 from gradwire.errors import ConfigError

@@ -368,11 +368,8 @@ class Adaptation:
     def state(self) -> dict[str, Any]:
         """To be saved: passes so far; methods of the plan in force other than the uniform plan's;
         and, on rank 0, what the policy remembers. What is summed of a window is not."""
-        found: dict[str, Any] = {
-            "passes": self.passes,
-            "methods": {},
-            "byte_weights": self._weights,
-        }
+        found: dict[str, Any] = {"passes": self.passes, "byte_weights": self._weights}
+        found["methods"] = {}
         for kind, target in self._targets.items():
             methods = target.methods(self._on.plan)
             other = {n: m for n, m in methods.items() if m != target.reference}

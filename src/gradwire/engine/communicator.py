@@ -76,6 +76,7 @@ class Communicator:
         handles: how many were attached so far; equal on all ranks.
         pools: the memory of scopes in flight.
         runs: the collectives in flight.
+        ranges: the tag ranges of its owners' programs.
         alive: polled; False once the process group is destroyed.
         stop_opening: called as this closes while the transport is being made; ends waits for that.
     """
@@ -110,12 +111,12 @@ class Communicator:
         self.pools = Pools(lambda: self.transport.store)
         self.watchdog = Watchdog(self)
         self.owners: list[Owner] = []
-        self._serial = 0
-        self._ranges = TagRanges(self._first)
+        self.ranges = TagRanges(self._first)
         self._frontier: dict[str, int] = {}
-        self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
+        names = "single collectives", "collectives of the backend"
+        self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(names)]
         self.calls, self.backend_calls = self.streams
-        self.counted = self.handles = 0
+        self._serial = self.counted = self.handles = 0
         engine.communicators.add(self)
         self.member: Member | None = None
         if self.world_size > 1:
@@ -228,15 +229,6 @@ class Communicator:
     def all_owners(self) -> list[Owner]:
         """The streams of single collectives, and the handles."""
         return [*self.streams, *self.owners]
-
-    def claim(self, owner: Owner, layout: str) -> int:
-        """The tag range of a layout of `owner`; see gradwire.engine.tag_ranges.
-
-        Raises:
-            ConfigError: too many ranges are in use.
-            TransportError: the group's store is gone.
-        """
-        return self._ranges.claim(owner, layout)
 
     def _first(self, key: str, value: bytes) -> bytes:
         return value if self.member is None else self.member.first(key, value)
@@ -372,6 +364,3 @@ class Communicator:
             if all(owner.returned == owner.core.issued for owner in owners):
                 return
             time.sleep(0.01)
-
-
-_STREAMS = ("single collectives", "collectives of the backend")

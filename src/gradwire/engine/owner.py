@@ -81,6 +81,7 @@ class Owner:
         interrupted: why this rank may never issue what its peers wait for, which ends the owner if
             one does; None: it goes on.
         awaited_by: the thread that waits for its tickets, and issues nothing meanwhile; or None.
+        calling: held by the thread that is in a user's call.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Owner:
         self.lanes: list[TicketLanes] = []
         self.issued_by: int | None = threading.get_ident()
         self.awaited_by: int | None = None
+        self.calling = threading.RLock()
         self._tickets: list[Ticket] = []  # that have not been returned, oldest first
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
         self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # (ticket, its rounds)
@@ -129,12 +131,7 @@ class Owner:
             TransportError: the group, or this owner, is broken.
             ConfigError: in a forked child.
         """
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                "this process was forked after gradwire had begun to use its process group; a "
-                "forked child has none of its threads and connections: start workers with "
-                "'spawn', or make the process group in the child"
-            )
+        self.check_process()
         self.check()
         caller = threading.get_ident()
         with self.lock:
@@ -143,6 +140,20 @@ class Owner:
             ticket = self.core.issue(Ticket(self, version))
             self._tickets.append(ticket)
         return ticket
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the owner's."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise ConfigError in a forked child."""
+        if self.is_forked:
+            raise ConfigError(
+                "this process was forked after gradwire had begun to use its process group; a "
+                "forked child has none of its threads and connections: start workers with "
+                "'spawn', or make the process group in the child"
+            )
 
     @contextmanager
     def awaited(self) -> Iterator[None]:

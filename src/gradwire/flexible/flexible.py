@@ -284,9 +284,9 @@ class Flexible:
     def _update(self, density: float, collective: str) -> Update:
         method = method_of(self._base, density, collective)
         algorithm = ALGORITHMS[collective]
-        return self._handle.update(
-            codecs={exactly(p.name): method for p in self._sent}, algorithm=algorithm
-        )
+        options = None if algorithm is None else self._handle.plan.options.through(algorithm)
+        codecs = {exactly(p.name): method for p in self._sent}
+        return self._handle.update(codecs=codecs, options=options)
 
     def _tell(self, mine: dict[str, Any]) -> PendingResult[list[Any]]:
         return ranks_of([self._comm], self._owner.key, breaks=False).tell("flexible", mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,23 @@ if TYPE_CHECKING:  # loaded on use: most handles have no policy
     from gradwire.controllers.targets import Target
     from gradwire.decide.auto import Auto
     from gradwire.handles.reductions import Reductions
+
+
+# Arguments that there were -> what to write.
+RENAMED = {
+    "algorithm": 'options=gw.Options(algorithm="ring")',
+    "seed": "options=gw.Options(seed=1)",
+    "coalesce_bytes": "options=gw.Options(coalesce_bytes=0)",
+    "keep": 'options=gw.Options(keep="reference")',
+    "replan": 'policy=gw.Replan("lgreco", every=500)',
+    "auto": "gw.Auto(...) in place of the codec",
+}
+
+
+def check_renamed(call: str, keywords: Iterable[str]) -> None:
+    """Raise ConfigError for a keyword that a call has no longer."""
+    for name in RENAMED.keys() & set(keywords):
+        raise ConfigError(f"{call}: {name} is given otherwise now: write {RENAMED[name]}")
 
 
 @dataclass(frozen=True)

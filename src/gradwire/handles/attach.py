@@ -19,11 +19,10 @@ from gradwire.collectives.calling import options_of
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
 from gradwire.handles.alone import attach_alone
-from gradwire.handles.arguments import Decides, Methods, WeightsGiven, read_plan
+from gradwire.handles.arguments import Decides, Methods, WeightsGiven, check_renamed, read_plan
 from gradwire.handles.ddp import COALESCE_BYTES, Planned, plan_ddp
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
-from gradwire.handles.renamed import check_renamed
 from gradwire.handles.uncompiled import refuse
 from gradwire.handles.wrapped import in_hand
 from gradwire.planner.files import PlanFile
@@ -185,7 +184,7 @@ def _told(made: Handle, pinned: PlanFile | None) -> Handle:
     """`made`, and a line in the log if it has nothing to do, or what its plan lets expect."""
     if made.world_size == 1:
         log.info("attach: a single process sends nothing, so nothing is compressed")
-    made.pinned = pinned
+    made._pinned = pinned
     if pinned is not None and pinned.planned and made.world_size > 1 and made.rank == 0:
-        log.info("attach: %s", pinned.expectation(made.world_size))
+        log.info("attach: %s", pinned.expectation(made.plan, made.world_size))
     return made

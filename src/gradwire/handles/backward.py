@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
-
-from gradwire.handles.module_hook import ModuleHook
 
 _NONE = -1  # autograd's id outside a backward pass
 
@@ -25,6 +24,26 @@ def running() -> int:
 def in_backward() -> bool:
     """Whether the calling thread runs a backward pass: recomputation in it, too."""
     return running() != _NONE
+
+
+class ModuleHook:
+    """Calls `then(module, ...)` where autograd records and nothing is being compiled. Copies of the
+    module, and saved modules, get a hook without effect.
+
+    Args:
+        records: whether forwards that autograd does not record are left out.
+    """
+
+    def __init__(self, then: Callable[..., None], records: bool = True) -> None:
+        self._then, self._records = then, records
+
+    def __call__(self, module: torch.nn.Module, *given: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() >= self._records:
+            self._then(module, *given)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A callable from the standard library that takes any arguments and returns None.
+        return getattr, (nullcontext(), "__exit__")
 
 
 class Backward:

@@ -24,10 +24,13 @@ Bytes sent per rank and question: one number, all-reduced. Memory: this rank's s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from gradwire.handles.backward import in_backward
 
@@ -137,3 +140,39 @@ def _equal(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> bool:
         (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
         for a, b in zip(before, now, strict=True)
     )
+
+
+class Versions:
+    """Counts the steps of optimizers that have one of the parameters, made before or after: then a
+    version is over. The version counters of tensors do not tell it: torch's foreach optimizers
+    change sharded parameters without counting (seen with torch 2.13).
+
+    Args:
+        parameters: those that an optimizer has now. FSDP2 may replace them, and torch moves no
+            module (`to_empty`) whose parameters have weak references.
+
+    Attributes:
+        steps: so far; 0 also if what trains the module is no torch Optimizer.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self.steps = 0
+        self._parameters = parameters
+        here = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            versions = here()
+            if versions is not None and versions.has(optimizer):
+                versions.steps += 1
+
+        self._hook = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, self._hook.remove)
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has one of the parameters."""
+        ours = {id(parameter) for parameter in self._parameters()}
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+    def unwatch(self) -> None:
+        """End counting: nothing is left behind."""
+        self._hook.remove()

@@ -15,7 +15,7 @@ from gradwire.handles.bias import warn_of_bias
 from gradwire.handles.buckets import Buckets
 from gradwire.handles.handle import Handle
 from gradwire.handles.hook import hook_state
-from gradwire.handles.refused import check_module
+from gradwire.handles.oversights import check_module
 from gradwire.handles.uncompiled import available
 from gradwire.handles.wrapped import original, plain_names
 from gradwire.planner import Plan, Rules, make_plan

@@ -238,6 +238,13 @@ def forward_of(record: Any) -> object | None:
     return running
 
 
+def broken_off(record: Any) -> bool:
+    """Whether an exception has ended a forward or a backward of a group's root module, and FSDP2's
+    reset_iter_state has not been called since: then it leaves out gradients without a word."""
+    context = _context(record)
+    return context.post_backward_final_callback_queued or context.iter_forward_root is not None
+
+
 def _context(record: Any) -> Any:
     return record.modules[0]._get_fsdp_state()._state_ctx
 

@@ -10,9 +10,10 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,16 +21,18 @@ from gradwire.aggregators import Attached
 from gradwire.collectives import AllReduce, Request
 from gradwire.collectives.calling import begin
 from gradwire.engine import Outcome
+from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.handles.changes import Changes
+from gradwire.handles.changes import Changes, Versions
 from gradwire.handles.differences import DifferenceGather
 from gradwire.handles.fsdp import gather_group, replace_collective, shape_of, shard_of
 from gradwire.handles.metrics import Sampler, times_less
 from gradwire.handles.sharded_plan import Trained, options_for
-from gradwire.handles.versions import Versions
 from gradwire.handles.weights import Weight, WeightGather
 from gradwire.lang import Codec, rng
 from gradwire.planner import Plan
+from gradwire.state.formats import State
+from gradwire.state.state import SavedJob, Sharding, StateSection, part_of, whole
 from gradwire.waiting import result_of
 
 _TOTALS: dict[str, float] = {
@@ -242,3 +245,115 @@ def _codecs(plan: Plan) -> dict[str, Codec | None]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+
+
+# ---- state
+
+
+def weights_section(weights: GatheredWeights, sharding: Sharding) -> StateSection:
+    """Of gathered weights. With keep="reference" each rank saves, under `weights`:
+
+        references   parameter -> this rank's shard, in its own shape
+        current      parameters whose reference is of the last version that ranks agreed on
+        changed      whether this rank's weights had changed since
+        digest       of this rank's weights, since the loaded model may have others
+
+    Of a saved job with as many shards, sharded in the same way, a rank takes its own; otherwise the
+    shards of all ranks of one replica are put together, and sharded anew.
+
+    `counted` says that an optimizer counted the versions of the weights as the state was saved: it
+    will from now on, although it has not stepped yet.
+    """
+    changes = weights.changes
+
+    def save() -> dict[str, Any]:
+        found: dict[str, Any] = {"counted": True} if weights.versions.steps else {}
+        if weights.keep != "reference":
+            return found
+        references: dict[str, torch.Tensor] = {}
+        current: list[str] = []
+        for gather in weights.differences:
+            for name, part in gather.state().items():
+                references[name] = part.view(sharding.part(name, weights.shard))
+            if gather.version >= changes.needed(gather.frozen):
+                current += gather.names
+        kept = {"references": references, "current": current}
+        return {
+            **found,
+            "weights": {**kept, "changed": changes.changed, "digest": changes.digest()},
+        }
+
+    def loading(job: SavedJob) -> Callable[[], None]:
+        parts: dict[str, torch.Tensor] = {}
+        current: set[str] = set()
+        changed, digest = False, None
+        if weights.differences and all(one.get("weights") is not None for one in job.states):
+            for state in job.states:
+                _check_references(state, sharding)
+            by_rank = {state["rank"]: state["weights"] for state in job.states}
+            there = sharding.of(job.states[0])
+            if job.own is not None and there == sharding:
+                own = by_rank[job.rank]
+                parts, digest = dict(own["references"]), own.get("digest")
+            else:
+                parts = dict(_resharded(by_rank, there, sharding, weights.shard))
+            current = set.intersection(*(set(one["current"]) for one in by_rank.values()))
+            changed = any(one["changed"] for one in by_rank.values())
+        counted = (job.own or job.states[0]).get("counted") is True
+
+        def load() -> None:
+            if counted:
+                weights.versions.steps = max(weights.versions.steps, 1)
+            weights.load(parts, current, changed, digest)
+
+        return load
+
+    return StateSection(save, loading)
+
+
+def _resharded(
+    by_rank: Mapping[int, State], there: Sharding, here: Sharding, shard: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """This shard of what all ranks of one replica saved, if they are there."""
+    parts = [by_rank[rank]["references"] for rank in range(there.shards) if rank in by_rank]
+    if len(parts) < there.shards:
+        return
+    for name in parts[0]:
+        if all(name in part for part in parts):
+            every = whole([part[name] for part in parts], there.spec(name).dim)
+            yield name, part_of(every, here.spec(name), shard, here.shards)
+
+
+def _check_references(state: State, here: Sharding) -> None:
+    """Check what one rank saved of its gathered weights, and that they are shards of this module's
+    parameters, as that rank's module was sharded."""
+    saved, shards, dims = state["weights"], state.get("shards"), state.get("dims")
+    if not (
+        isinstance(saved, Mapping)
+        and isinstance(saved.get("references"), Mapping)
+        and all(isinstance(t, torch.Tensor) for t in saved["references"].values())
+        and isinstance(saved.get("current"), Sequence)
+        and all(isinstance(name, str) for name in saved["current"])
+        and isinstance(saved.get("changed"), bool)
+        and type(shards) is int
+        and isinstance(dims, Mapping)
+    ):
+        raise ConfigError(
+            f"load_state_dict: the state has {saved!r:.60} for 'weights': it is not a result of "
+            "Handle.state_dict"
+        )
+    there = here.of(state)
+    for name, part in saved["references"].items():
+        dim, shape = dims.get(name, 0), here.shapes.get(name, ())
+        known = type(dim) is int and 0 <= dim < len(shape)
+        if not (
+            known
+            and part.shape == there.part(name, state["rank"] % shards)
+            and not part.is_meta
+            and part.layout == torch.strided
+        ):
+            raise ConfigError(
+                f"load_state_dict: the gathered weights of {name}, a tensor of shape "
+                f"{tuple(part.shape)}, are no shard of this module's parameter: load a state of "
+                "the same model"
+            )

@@ -13,9 +13,9 @@ from gradwire.collectives import Options
 from gradwire.collectives.calling import options_of
 from gradwire.engine import ranks_of
 from gradwire.errors import ConfigError, check_keywords
+from gradwire.handles.arguments import check_renamed
 from gradwire.handles.metrics import EVERY, times_less
 from gradwire.handles.reductions import Reductions
-from gradwire.handles.renamed import ATTRIBUTES, check_renamed
 from gradwire.handles.sections import (
     aggregators_section,
     policy_section,
@@ -41,6 +41,15 @@ class _Unchanged:
 
 
 _SAME: Any = _Unchanged()
+# What handles had -> what to write.
+RENAMED = {
+    "load_checkpoint": "handle.load(path)",
+    "summary": "str(handle)",
+    "adaptation": "handle.history()",
+    "automatic": "handle.history()",
+    "attached": "handle.plan, and remember the call of detach",
+}
+
 _TOLD = 3  # of the newest decisions in a summary
 _FIXED = {"plan", "policy"}  # arguments of `attach` alone
 
@@ -60,7 +69,7 @@ class Handle(Saved):
     ) -> None:
         super().__init__(reductions.members, seed, rank, reductions.ranks, gather)
         self._reductions = reductions
-        self.pinned: PlanFile | None = None  # the file that `attach` was given
+        self._pinned: PlanFile | None = None  # the file that `attach` was given
         self._install = install  # anew, after an exception in backward; None: that ends training
 
     @property
@@ -120,12 +129,9 @@ class Handle(Saved):
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
-        others: dict[str, Any] = {}  # of one kind of module each
         held = getattr(options, "coalesce_bytes", None)
-        if held is not None:
-            others["coalesce_bytes"] = held
-        if weights is not _SAME:
-            others["weights"] = weights
+        others = {} if held is None else {"coalesce_bytes": held}
+        others |= {} if weights is _SAME else {"weights": weights}
         on = self._reductions
 
         def changed(before: Plan) -> Plan:
@@ -154,8 +160,8 @@ class Handle(Saved):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            if name in ATTRIBUTES:
-                raise ConfigError(f"handle.{name} is no more: write {ATTRIBUTES[name]}")
+            if name in RENAMED:
+                raise ConfigError(f"handle.{name} is no more: write {RENAMED[name]}")
             raise AttributeError(f"a handle has no attribute {name!r}")
 
     def _check_attached(self, verb: str) -> None:
@@ -353,8 +359,8 @@ class Handle(Saved):
         stats = self.stats()
         of = self._plan_now(), self.rank, comms, on.expected(), stats, self.world_size
         remarks = [f"  {line}" for line in on.remarks()]
-        if self.pinned is not None and self.pinned.planned and self.plan.version == 0:
-            remarks.append(f"  {self.pinned.expectation(self.world_size, stats)}")
+        if self._pinned is not None and self._pinned.planned and self.plan.version == 0:
+            remarks.append(f"  {self._pinned.expectation(self.plan, self.world_size, stats)}")
         decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
         pending = [f"  {update}" for update in on.switch.pending()]
         found = summary(self._what(), *of)
@@ -418,7 +424,8 @@ class Handle(Saved):
         statistics begin anew. What the broken pass had sent is in residuals, or lost.
 
         Raises:
-            ConfigError: the handle was detached.
+            ConfigError: the handle was detached; or FSDP2 has not recovered on some rank, and
+                later passes go on to raise.
             TransportError: the group itself is broken, or a rank did not make the call.
         """
         self._check_attached("recover")
@@ -430,12 +437,15 @@ class Handle(Saved):
             )
         adaptation = on.adaptation
         passes = 0 if adaptation is None else adaptation.passes
-        now = max(m.step for m in self._members.values()), self.plan.version, passes
+        lacking, steps = on.unrecovered(), [m.step for m in self._members.values()]
+        now = lacking, max(steps), self.plan.version, passes
         comms = [owner.comm for owner in on.owners]
         for comm in comms:
             comm.check()
         told = ranks_of(comms, [owner.key for owner in on.owners]).tell("recovery", now).result()
-        step, version, passes = map(max, zip(*told, strict=True))
+        lacking, step, version, passes = map(max, zip(*told, strict=True))
+        if lacking:  # on one rank at least
+            raise ConfigError(f"recover: {lacking}")
         for member in self._members.values():
             member.step = step  # equal on all ranks, and random numbers that were not drawn yet
         # Some ranks may have adopted it, so all have prepared it.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
-from gradwire.handles.refused import check_module
+from gradwire.handles.oversights import check_module
 from gradwire.handles.torch_versions import values_of
 
 

@@ -14,16 +14,21 @@ Bytes sent per rank: 4 for each level, summed over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradwire.codecs import LearnedLevels, learning
 from gradwire.errors import ConfigError
-from gradwire.handles.fsdp import Groups, shard_lengths, shard_of
+from gradwire.handles.fsdp import shard_lengths, shard_of
 from gradwire.planner.learned import KINDS, Learned, learns
 from gradwire.planner.plan import Plan
+from gradwire.state.state import SavedJob, StateSection
+
+if TYPE_CHECKING:
+    from gradwire.handles.scatters import Scatters
 
 _MOST = 64  # levels of a codec
 _MISSING = -1.0  # in place of the first level: there is no gradient
@@ -44,7 +49,7 @@ class Wanted:
     learner: int
 
 
-def wanted(
+def _wanted(
     plan: Plan, parameters: Mapping[str, Any], shards: int, smallest: int
 ) -> Iterator[Wanted]:
     """What a plan's codecs can learn; equal on all ranks.
@@ -63,29 +68,35 @@ def wanted(
                 number += 1
 
 
-def learned(
-    targets: list[Wanted],
-    parameters: Mapping[str, Any],
-    groups: Groups,
-    summed: Callable[[torch.Tensor], None],
-    steps: int,
-    check: Callable[[], object],
-) -> Learned:
-    """The levels; collective.
+def learned(on: Scatters, smallest: int, steps: int) -> Learned:
+    """The levels; collective. See `Handle.learn_levels`."""
+    if on.groups.scatter is None or not on.installed:
+        raise ConfigError(
+            "learn_levels: this handle does not scatter the module's gradients (any more): attach "
+            "to the module itself"
+        )
+    targets = list(_wanted(on.plan, on.records, on.groups.shards, smallest))
+    if not targets and not on.plan.rules.uncompiled:
+        raise ConfigError(
+            f"learn_levels: no parameter of {smallest} values or more is sent through "
+            '"learnedlevels": attach with "learnedlevels:rounding=stochastic" for gradients or '
+            'weights="learnedlevels", or give a lower `smallest`'
+        )
+    if not targets:
+        return Learned()
+    with ExitStack() as told:
+        for comm in on.comms():
+            told.enter_context(comm.busy("learns levels"))
+        return _fitted(on, targets, steps)
 
-    Args:
-        summed: replaces a tensor, fp32[any] on the CPU, by its sum over all ranks.
-        steps: of gradient descent for each.
-        check: called while this rank learns; what it raises ends that.
 
-    Raises:
-        ConfigError: on all ranks: no parameter of those whose gradients are sent so has one.
-    """
+def _fitted(on: Scatters, targets: list[Wanted], steps: int) -> Learned:
     table = torch.zeros(len(targets), _MOST, dtype=torch.float32)
     for row, target in zip(table, targets, strict=True):
-        if groups.replica == 0 and target.learner == groups.shard:
-            _fit(row, target, parameters[target.name].sharded_param, steps, check)
-    summed(table.view(-1))
+        if on.groups.replica == 0 and target.learner == on.groups.shard:
+            parameter = on.records[target.name].sharded_param
+            _fit(row, target, parameter, steps, on.check_owners)
+    on.summed(table.view(-1))
     found: dict[str, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
     for row, target in zip(table.tolist(), targets, strict=True):
         if row[0] != _MISSING:
@@ -116,3 +127,17 @@ def _fit(
     stochastic = codec.rounding == "stochastic"
     levels = learning.learn(shard_of(values), even, codec.block, stochastic, steps, 0, check)
     row[: 2**codec.bits] = torch.tensor(levels, dtype=row.dtype)
+
+
+def levels_section(on: Scatters) -> StateSection:
+    """Of the levels in force."""
+
+    def save() -> dict[str, Any]:
+        levels = on.plan.levels
+        return {} if levels == Learned() else {"levels": levels.state()}
+
+    def loading(job: SavedJob) -> Callable[[], None]:
+        levels = Learned.of(job.states[0].get("levels"))
+        return lambda: on.use_levels(lambda _: levels)
+
+    return StateSection(save, loading, ("levels",))

@@ -194,6 +194,10 @@ class Reductions:
         for owner in owners:
             owner.comm.fail_owner(owner, known or self.early_end(owner, what))
 
+    def unrecovered(self) -> str:
+        """What has to be done before `Handle.recover`, if anything."""
+        return ""
+
     def early_end(self, owner: Owner, what: str) -> TransportError:
         """The error for peers, where backward or forward ended with an exception."""
         rank = owner.comm.rank
@@ -231,9 +235,7 @@ class Reductions:
     def remade(self, plan: Plan, rules: Rules) -> Plan:
         """`plan` with other rules; raises ConfigError if there is none."""
         made = self.planned(plan, rules)
-        warn_of_bias(
-            made, self.ranks, "handle.update"
-        )  # a warning may be an error: then nothing changes
+        warn_of_bias(made, self.ranks, "handle.update")  # it may be an error: nothing changes then
         return made
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:
@@ -364,7 +366,7 @@ class Reductions:
         self.installed = False
         self.runner.close()
         self.switch.close()
-        if not self.owner.comm.workers.owns(threading.current_thread()):
+        if not (self.owner.is_forked or self.owner.comm.workers.owns(threading.current_thread())):
             self.runner.join()  # what runs in torch as the process ends would abort it
             self.switch.join()
 

@@ -11,7 +11,6 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,23 +24,26 @@ from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.handles.backward import Backward, Forward, running
-from gradwire.handles.fsdp import collective_of, replace_collective, shard_of
-from gradwire.handles.gathered import NO_STATS, GatheredWeights
-from gradwire.handles.learning import learned, wanted
+from gradwire.handles.fsdp import broken_off, collective_of, replace_collective, shard_of
+from gradwire.handles.gathered import NO_STATS, GatheredWeights, weights_section
+from gradwire.handles.learning import learned, levels_section
 from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import alike, rehearse
 from gradwire.handles.scatter import Replicas, Scatter
-from gradwire.handles.sections import weights_section
 from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_plan
 from gradwire.handles.summary import Expected, expected_scatter
 from gradwire.planner import Learned, Plan, Rules, WeightRules
 from gradwire.planner.weights import all_in_blocks
-from gradwire.state.state import SavedJob, Sharding, StateSection
+from gradwire.state.state import Sharding, StateSection
 from gradwire.waiting import result_of
 
 _ADVICE = (
     "all ranks must make the same calls in the same order; where they use different parameters, "
     "call set_reduce_scatter_unused_params(True) of the root module"
+)
+_UNRECOVERED = (
+    "FSDP2 has not recovered, and would leave out gradients: call the root module's "
+    "reset_iter_state() first, on every rank"
 )
 
 
@@ -58,6 +60,7 @@ class Scatters(Reductions):
 
     Attributes:
         groups: the process groups.
+        records: FSDP's, of parameters by name.
         weights: those that are gathered through codecs; None: FSDP2 gathers them.
     """
 
@@ -84,14 +87,14 @@ class Scatters(Reductions):
         self.idle = groups.size == 1
         self._trained = trained
         self.reduced = {name: dtype for of in trained.shards() for name, _, dtype in of}
-        self._records = {name: parameter for parameter, name in trained.names.items()}
+        self.records = {name: parameter for parameter, name in trained.names.items()}
         self._pass = running()
         self._begun: set[int] = set()  # what has reduced in this pass
         self._in_shards: int | None = None  # the least version among ranks that share a replica
         # Whether a scatter of the pass before, and of this one, told it to all of these.
         self._told = self._tells = False
         # After an error, FSDP2 calls nothing in passes of groups that it had not finished.
-        told = self.abandon, self.after_forward, self._reduces, self._check_owners
+        told = self.abandon, self.after_forward, self._reduces, self.check_owners
         self._backward = Backward(self._ended, *told)
         self._backward.watch(model)
         self._replaced: list[tuple[Any, Any, Any]] = []
@@ -144,6 +147,9 @@ class Scatters(Reductions):
             self.weights.abandoned = True
         super().abandon(cause, what)
 
+    def unrecovered(self) -> str:
+        return _UNRECOVERED if any(map(broken_off, self._trained.records)) else ""
+
     # ---- forwards that end with an exception
     #
     # All ranks may raise it at one place, and catch it: an early exit, or calibration. Then none
@@ -172,12 +178,12 @@ class Scatters(Reductions):
         if self.owner.interrupted is None:
             return
         owners = self.all_owners()
-        ranks = ranks_of(self.comms(), self.owner.key, self._check_owners, breaks=False)
+        ranks = ranks_of(self.comms(), self.owner.key, self.check_owners, breaks=False)
         issued = [owner.core.issued for owner in owners]
         every = ranks.tell("interrupted", issued).result()
         if any(one != issued for one in every):
             self.abandon(what="forward")
-        self._check_owners()
+        self.check_owners()
         assert self.weights is not None
         self.weights.abandoned = False
         for owner in owners:
@@ -384,48 +390,31 @@ class Scatters(Reductions):
     @property
     def place(self) -> DecidingRank:
         rank = self.owner.comm.ranks[self.owner.comm.rank]
-        shard = 0 if self.groups.scatter is None else self.owner.comm.rank
-        replica = 0 if self.groups.replicas is None else self.replicas.comm.rank
+        shard, replica = (0 if comm is None else comm.rank for comm in self._hops())
         return DecidingRank(rank, shard, self.groups.shards, replica, pieces=True)
 
+    def _hops(self) -> tuple[Communicator | None, Communicator | None]:
+        """Over which gradients are scattered, and averaged; None: that is left alone."""
+        scatter = None if self.groups.scatter is None else self.owner.comm
+        return scatter, None if self.groups.replicas is None else self.replicas.comm
+
     def deciding(self) -> list[Communicator]:
-        comms = [
-            None if self.groups.scatter is None else self.owner.comm,
-            None if self.groups.replicas is None else self.replicas.comm,
-        ]
-        return [comm for comm in comms if comm is not None and comm.world_size > 1]
+        return [comm for comm in self._hops() if comm is not None and comm.world_size > 1]
 
     def shard(self, name: str) -> torch.Tensor:
-        return shard_of(self._records[name].sharded_param)
+        return shard_of(self.records[name].sharded_param)
 
     def learn(self, smallest: int, steps: int) -> int:
-        if self.groups.scatter is None or not self.installed:
-            raise ConfigError(
-                "learn_levels: this handle does not scatter the module's gradients (any more): "
-                "attach to the module itself"
-            )
-        targets = list(wanted(self.switch.plan, self._records, self.groups.shards, smallest))
-        if not targets and self.switch.plan.rules.uncompiled:
-            return 0
-        if not targets:
-            raise ConfigError(
-                f"learn_levels: no parameter of {smallest} values or more is sent through "
-                '"learnedlevels": attach with "learnedlevels:rounding=stochastic" for gradients or '
-                'weights="learnedlevels", or give a lower `smallest`'
-            )
-        with ExitStack() as told:
-            for comm in self.comms():
-                told.enter_context(comm.busy("learns levels"))
-            of = self._records, self.groups, self.summed, steps
-            found = learned(targets, *of, self._check_owners)
-        self._use(lambda levels: levels.changed(found))
+        found = learned(self, smallest, steps)
+        if found != Learned():
+            self.use_levels(lambda levels: levels.changed(found))
         return len(found.gradients) + len(found.weights)
 
-    def _check_owners(self) -> None:
+    def check_owners(self) -> None:
         for owner in self.all_owners():
             owner.check()
 
-    def _use(self, change: Callable[[Learned], Learned]) -> None:
+    def use_levels(self, change: Callable[[Learned], Learned]) -> None:
         """Change the levels in force, between two passes on all ranks."""
         self.switch.change(lambda plan: replace(plan, levels=change(plan.levels)))
         self.adopt()
@@ -439,28 +428,19 @@ class Scatters(Reductions):
         return super().remarks() + ([] if self.weights is None else self.weights.remarks())
 
     def expected(self) -> Expected:
-        plan, found = self.switch.plan, Expected(0, 0)
+        plan = self.switch.plan
         planned = {p.name: p for p in plan.parameters}
-        scatter = None if self.groups.scatter is None else self.owner.comm
-        between = None if self.groups.replicas is None else self.replicas.comm
-        for group in self._trained.shards():
-            pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
-            of_group = pieces, scatter, between, self.groups.shard
-            found += expected_scatter(*of_group, plan.options)
-        return found
+        of = *self._hops(), self.groups.shard, plan.options
+        groups = (
+            [(planned[name], lengths, dtype) for name, lengths, dtype in group]
+            for group in self._trained.shards()
+        )
+        return sum((expected_scatter(group, *of) for group in groups), Expected(0, 0))
 
     # ---- state
 
     def sections(self) -> list[StateSection]:
-        def save() -> dict[str, Any]:
-            levels = self.switch.plan.levels
-            return {} if levels == Learned() else {"levels": levels.state()}
-
-        def loading(job: SavedJob) -> Callable[[], None]:
-            levels = Learned.of(job.states[0].get("levels"))
-            return lambda: self._use(lambda _: levels)
-
-        found = [StateSection(save, loading, ("levels",))]
+        found = [levels_section(self)]
         if self.weights is not None:
             found.append(weights_section(self.weights, self.sharding))
         return found

@@ -34,6 +34,7 @@ from gradwire.waiting import result_of, until_done
 log = logging.getLogger("gradwire")
 
 _WHAT = "an update of the plan"
+_TAKEN = "accepted"  # else the line that another rank shows beside a refusal is the plan's
 MOST_VERSIONS = 1 << 16  # the range of the version in a message header
 
 
@@ -113,8 +114,8 @@ class Switch:
         self._owners = owners
         self._rehearse = rehearse
         self._lock = threading.Lock()
-        workers = self._owners[0].comm.workers
-        self._lane = Lane(workers, "plans", log.exception, lambda: None, lambda: False)
+        of = owners[0].comm.workers, "plans", log.exception
+        self._lane = Lane(*of, lambda: None, lambda: False)
         self._plans = {plan.version: plan}  # the plan in force, and prepared ones
         self._prepared = plan.version
         self._asked: list[Update] = []  # those in force are left out in time
@@ -128,8 +129,9 @@ class Switch:
         raises refuses this version on all ranks, on which it may have raised nothing.
 
         Raises:
-            ConfigError: raised by `make`; or the handle has had `MOST_VERSIONS` updates.
+            ConfigError: raised by `make`; after `MOST_VERSIONS` updates; or in a forked child.
         """
+        self._owners[0].check_process()
         with self._lock:
             if self.newest.version + 1 >= MOST_VERSIONS:
                 raise ConfigError(
@@ -195,7 +197,7 @@ class Switch:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
         self.check()
         name = f"plan {plan.version}"
-        self._agree(name, plan.describe())
+        self._agree(name, [_TAKEN, *plan.describe()])
         # An error on one rank must reach all ranks before any of them continues.
         programs: Sequence[ScopeProgram] = ()
         verdict = "rehearsed"
@@ -236,8 +238,7 @@ class Switch:
         """The error of a refused update, returned once, when its version is in force: ranks learn
         of it at different steps. Of several, that of the newest."""
         with self._lock:
-            due = [version for version in self._refused if version <= self.plan.version]
-            errors = [self._refused.pop(version) for version in due]
+            errors = [self._refused.pop(v) for v in [*self._refused] if v <= self.plan.version]
         return errors[-1] if errors else None
 
     def change(self, change: Callable[[Plan], Plan]) -> None:

@@ -32,8 +32,17 @@ from itertools import islice
 from typing import Any
 
 from gradwire.lang import ir, shapes
-from gradwire.lang.matrices import decomp, elements, matmul, matrix
-from gradwire.lang.selections import Sorted, filter, gather, keep, scatter, share, sort, topk
+from gradwire.lang.matrices import decomp as decomp
+from gradwire.lang.matrices import elements as elements
+from gradwire.lang.matrices import matmul as matmul
+from gradwire.lang.matrices import matrix as matrix
+from gradwire.lang.selections import filter as filter
+from gradwire.lang.selections import gather as gather
+from gradwire.lang.selections import keep as keep
+from gradwire.lang.selections import scatter as scatter
+from gradwire.lang.selections import share as share
+from gradwire.lang.selections import sort as sort
+from gradwire.lang.selections import topk as topk
 from gradwire.lang.source import mistake
 from gradwire.lang.trace import (
     Payload,
@@ -48,45 +57,6 @@ from gradwire.lang.trace import (
     record,
     stream,
 )
-
-__all__ = [
-    "Sorted",
-    "abs",
-    "bf16",
-    "clamp",
-    "concat",
-    "count",
-    "decomp",
-    "elements",
-    "filter",
-    "floor",
-    "fp8",
-    "fp16",
-    "fp32",
-    "gather",
-    "index",
-    "int32",
-    "inverse",
-    "isfinite",
-    "keep",
-    "lookup",
-    "map",
-    "matmul",
-    "matrix",
-    "native",
-    "random",
-    "reduce",
-    "rotate",
-    "scatter",
-    "share",
-    "sort",
-    "sqrt",
-    "table",
-    "topk",
-    "trit",
-    "uint",
-    "where",
-]
 
 MAX_TABLE = 256
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
@@ -109,7 +79,8 @@ def reduce(function: object, value: Value) -> Value:
     """
     name = next((name for known, name in _REDUCTIONS.items() if known is function), None)
     if name is None:
-        raise mistake(f"reduce: takes min, max or sum, not {function!r}")
+        called = getattr(function, "__name__", repr(function))
+        raise mistake(f"reduce: takes min, max or sum, not {called}")
     active().uses("reduce")
     value = lift(value)
     shapes.none(value.node, "reduce")
@@ -191,10 +162,19 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
         raise mistake(f"{dtype}: a condition is not a number: use where(c, 1, 0)")
     if value.node.dtype == "selection":
         raise mistake(f"{dtype}: a selection is not a number: gather(x, selection)")
+    for n in ir.walk([value.node], _chosen) if dtype in ir.TOP else ():
+        # what is computed is clamped: which numbers meet there is not known while tracing
+        if isinstance(n.attr, float) and not -1.0 < n.attr < ir.TOP[dtype] + 1.0:
+            raise mistake(f"{dtype}: holds 0 to {ir.TOP[dtype]}, not the constant {n.attr:g}")
     scope = max(value.node.scope, ir.Scope.TENSOR)
     node = as_number(value.node)
     cast = record("cast", (node,), rounding, dtype=dtype, scope=scope)
     return Value(cast, value.blocked, value.within)
+
+
+def _chosen(n: ir.Node) -> tuple[ir.Node, ...]:
+    """The numbers that `where` and `lookup` choose from."""
+    return n.args[1:] if n.op == "lookup" or n.attr == "where" else ()
 
 
 def _name(given: object, known: Iterable[str], option: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 
 from gradwire.errors import ConfigError
 
@@ -30,12 +32,20 @@ class LanguageError(ConfigError):
 def here() -> str:
     """ "file:line" of the nearest caller outside the language and torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_LANG)
-        or str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
-    ):
+    while frame.f_back is not None and not _outside(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """ "file:line" of the last one there that an error passed; empty if it passed none."""
+    frames = [(f, line) for f, line in walk_tb(error.__traceback__) if _outside(f)]
+    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else ""
+
+
+def _outside(frame: FrameType) -> bool:
+    torchs = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+    return not torchs and not frame.f_code.co_filename.startswith(_LANG)
 
 
 def mistake(problem: str) -> LanguageError:

@@ -20,13 +20,14 @@ from numbers import Integral, Real
 from typing import Any
 
 from gradwire.lang import ir, shapes
-from gradwire.lang.source import here, mistake
+from gradwire.lang.source import LanguageError, here, line_of, mistake
 
 MAX_BLOCK = 65536
 MAX_SELECTION_BLOCK = 32768
 ORIGINS = 2**16
 MAX_POWER = 16
 MAX_SIZE = 2**31 - 1  # of what kernels count in 32 bits
+_ZEROS = (ir.const(0.0), ir.const(-0.0))
 
 
 @dataclass
@@ -61,10 +62,14 @@ _active: ContextVar[Trace | None] = ContextVar("gradwire_trace", default=None)
 
 @contextmanager
 def tracing(trace: Trace) -> Iterator[Trace]:
-    """Make `trace` the active trace, which operators record into."""
+    """Make `trace` the active trace, which operators record into; what Python finds wrong in a
+    codec's method is a `LanguageError` at its line."""
     token = _active.set(trace)
     try:
         yield trace
+    except (NameError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        at = line_of(error)
+        raise (LanguageError(at, f"{type(error).__name__}: {error}") if at else error) from error
     finally:
         _active.reset(token)
 
@@ -277,6 +282,8 @@ def apply(function: str, *operands: object) -> Value:
                 f"{function}: operand {position + 1} must be {wanted}, not {dtype}",
             )
     nodes = meet([as_number(v.node) for v in values])
+    if function == "div" and nodes[1] in _ZEROS and nodes[0].op != "const":  # as in inverse(0)
+        raise mistake("a division by 0")
     result = ir.alu(function, *nodes, location=here())
     return Value(result, any(v.blocked for v in values), any(v.within for v in values))
 

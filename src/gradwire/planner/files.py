@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from gradwire.errors import ConfigError, of_file
 from gradwire.lang import Codec
 from gradwire.planner.plan import Plan
 from gradwire.planner.rules import exactly
-from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
+_DECIDED = ("algorithm", "segments", "coordinated")  # by `gradwire plan`, of the options
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,15 @@ class PlanFile:
         Raises:
             ConfigError: there is no such algorithm, or it is not defined with these segments.
         """
-        decided = ("algorithm", "segments", "coordinated")
-        if not self.planned or any(getattr(given, n) != getattr(Options(), n) for n in decided):
+        if not self.planned or any(getattr(given, n) != getattr(Options(), n) for n in _DECIDED):
             return given
-        algorithm, segments, coordinated = (self.planned[name] for name in decided)
+        algorithm, segments, coordinated = (self.planned[name] for name in _DECIDED)
         return replace(given.through(algorithm), segments=segments, coordinated=coordinated)
 
-    def expectation(self, ranks: int, stats: Mapping[str, Any] | None = None) -> str:
+    def expectation(self, plan: Plan, ranks: int, stats: Mapping[str, Any] | None = None) -> str:
         """What `gradwire plan` expects of a pass, from its first gradient to its last average, and
-        what a handle's `stats` have measured; or that it has planned for other ranks."""
+        what a handle's `stats` have measured; or that it has planned for other ranks, or other
+        options than those of the plan in force."""
 
         def told(seconds: float, backward: float) -> str:
             exposed = 1e3 * (seconds - backward)
@@ -153,6 +154,11 @@ class PlanFile:
 
         if self.planned.get("ranks", ranks) != ranks:
             return f"the plan was made for {self.planned['ranks']} ranks, and there are {ranks}"
+        used = {**vars(plan.options), "coalesce_bytes": plan.coalesce_bytes}
+        for name in (*_DECIDED, "coalesce_bytes"):
+            if used[name] != self.planned[name]:
+                made, given = (f"{name}={of[name]!r}" for of in (self.planned, used))
+                return f"the plan was made for {made}, and attach was given {given}"
         text = told(self.planned["seconds"], self.planned["backward_seconds"])
         if stats is None or not (steps := stats["steps"]):
             return f"the plan expects {text}"
@@ -265,4 +271,16 @@ def _told(plan: PlanFile, name: str) -> str | None:
         return None
     feedback = ", error feedback" if row.get("error_feedback") else ""
     weight = row.get("weight", "none")
-    return str(row["gradient"]) + feedback + ("" if weight == "none" else f", weights {weight}")
+    named = [registry.text(registry.get(one), bits=True) for one in (row["gradient"], weight)]
+    return named[0] + feedback + ("" if weight == "none" else f", weights {named[1]}")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` beside `path`, under a name that no other writer has, and rename it: the file is
+    whole or not there, also where several ranks write one at the same time."""
+    new = Path(f"{os.fspath(path)}.{secrets.token_hex(8)}")
+    try:
+        new.write_text(text, "utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ import torch
 
 from gradwire.lang import ROW, Codec, Kernels, kernels
 from gradwire.lang.native import cache, jit
-from gradwire.planner.whole import write_whole
+from gradwire.planner.files import write_whole
 
 Curve = tuple[float, float, float]  # CALL, VALUE and PAYLOAD
 

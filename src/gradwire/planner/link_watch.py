@@ -104,7 +104,7 @@ class LinkWatch:
 
     def _watch(self) -> None:
         comm = self._comm
-        tags = comm.claim(self._owner, "links")
+        tags = comm.ranges.claim(self._owner, "links")
         rounds = list(tournament(comm.world_size))
         found: list[Sample] = []
         rested = time.monotonic()  # from when on this rank may measure again

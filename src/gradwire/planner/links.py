@@ -22,9 +22,9 @@ from typing import Any
 
 from gradwire.engine import Communicator, run_with_peers
 from gradwire.errors import ConfigError
+from gradwire.planner.files import write_whole
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
-from gradwire.planner.whole import write_whole
 
 SECONDS = 5.0
 MOST_SECONDS = 600.0
@@ -167,7 +167,7 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
     mine = [pair for pairs in rounds for pair in pairs if comm.rank in pair]
 
     def measure() -> list[list[Any]]:
-        tags, each = comm.claim(owner, "links"), seconds / len(rounds)
+        tags, each = comm.ranges.claim(owner, "links"), seconds / len(rounds)
         samples = [sample for pair in mine for sample in measure_pair(comm, pair, tags, each)]
         return owner.ranks.tell("links", samples).result()
 
@@ -189,7 +189,7 @@ def measure_sends(comm: Communicator, sizes: Sequence[int]) -> dict[int, float]:
     owner = comm.owner("sends")
 
     def measure() -> list[list[tuple[int, float]]]:
-        tags, found = comm.claim(owner, "sends"), []
+        tags, found = comm.ranges.claim(owner, "sends"), []
         if comm.rank == 0:
             trips = Trips(comm.transport, 1, tags)
             back = min(trips.drive(SMALL, SMALL, TRIPS)) / 2

@@ -362,8 +362,9 @@ class Saved:
 
     def load(self, path: str | os.PathLike[str], key: str = KEY) -> None:
         """Load what `save` has saved, or what `checkpoint` gave to `dcp.save`. Collective: every
-        rank calls it, between two steps. On as many ranks as saved it each rank reads its own state alone, and training
-        resumes bit for bit; otherwise as `load_state_dict` with the states of all old ranks.
+        rank calls it, between two steps. On as many ranks as saved it each rank reads its own state
+        alone, and training resumes bit for bit; otherwise as `load_state_dict` with the states of
+        all old ranks.
 
         Args:
             path: of the checkpoint, in a file system.

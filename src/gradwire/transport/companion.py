@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.errors import TransportError
+from gradwire.transport.torch_p2p import timeout_of
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,8 @@ def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
         store = store.clone()
     store = dist.PrefixStore(f"gradwire/companion/{attempt}/", store)
     try:
-        backend = c10d.ProcessGroupGloo(store, rank, size, timeout=_timeout(group))
+        timeout = timedelta(seconds=timeout_of(group))
+        backend = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     except RuntimeError as error:
         text = f"rank {rank}: gloo could not connect to the other ranks of the group: {error}"
         raise TransportError(text) from None
@@ -57,13 +59,3 @@ def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     beside._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     return beside
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's first backend; torch has no public getter for it."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            timeout: timedelta = options._timeout
-            return timeout
-    return dist.distributed_c10d.default_pg_timeout

@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,11 +25,10 @@ import torch.distributed as dist
 
 from gradwire.errors import TransportError
 from gradwire.transport.link import Posting
-from gradwire.transport.torch_p2p import destroyed
+from gradwire.transport.torch_p2p import destroyed, end_waits
 
 # The tag of all messages on gloo, which must not match the user's own messages.
 _TAG = (1 << 31) - 2
-_NEVER = _TAG - 1  # of what nobody sends
 
 
 class HostTransport(Protocol):
@@ -89,9 +87,9 @@ class QueuedP2P:
         except RuntimeError as error:
             raise self.host.explain(peer, "exchange with", error) from error
 
-    def _issue(self, group: dist.ProcessGroup, message: Posting, tag: int = _TAG) -> dist.Work:
+    def _issue(self, group: dist.ProcessGroup, message: Posting) -> dist.Work:
         start = group.recv if message.incoming else group.send
-        work: dist.Work = start([message.memory], message.peer, 0 if self.coalesces else tag)
+        work: dist.Work = start([message.memory], message.peer, 0 if self.coalesces else _TAG)
         return work
 
     def _queued(self, works: Iterable[tuple[int, dist.Work]]) -> _Batch:
@@ -101,14 +99,10 @@ class QueuedP2P:
         self.host.fail(peer)
 
     def interrupt(self) -> None:
-        # Of gloo, a rank may wait for one that has stopped, and whose connection to it is good. A
-        # wait that times out closes all connections of this rank.
+        # Of gloo, a rank may wait for one that has stopped, and whose connection to it is good.
         group = self._group()
-        if self.coalesces or group is None or self.world_size == 1:
-            return
-        with suppress(RuntimeError):
-            peer, memory = (self.rank + 1) % self.world_size, torch.zeros(1, dtype=torch.uint8)
-            self._issue(group, Posting(memory, peer, True), _NEVER).wait(timedelta(milliseconds=1))
+        if not (self.coalesces or group is None or self.world_size == 1):
+            end_waits(group)
 
 
 class _Wait:

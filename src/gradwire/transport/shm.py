@@ -1,7 +1,7 @@
 """Shared memory between ranks of one machine: messages are read in place, or copied through a ring.
 
 Each rank owns one anonymous segment (memfd) per group: a page, and a ring for each peer. Its
-process owns one store for all groups (`shm_process`). shm_ring.c describes how bytes move,
+process owns one store for all groups (`shm_store`). shm_ring.c describes how bytes move,
 shm_wait.c how threads wait. A message moves once its receive is posted, so no message is buffered.
 A message in its sender's store is lent; all others stream through the ring. A rank takes
 4096 + peers x (4096 + ring) bytes per group, whatever is sent, where a ring has 512 KiB for up to 4
@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,8 @@ import torch
 
 from gradwire.errors import ConfigError, TransportError, again
 from gradwire.transport import shm_library, shm_store
-from gradwire.transport.shm_operation import DONE, Done, ShmLoan, Transfer
-from gradwire.transport.shm_process import STORES, Stores
-from gradwire.transport.shm_store import Mapped, Store
+from gradwire.transport.shm_library import Ended
+from gradwire.transport.shm_store import STORES, Mapped, Store, Stores, at_end
 
 log = logging.getLogger("gradwire")
 
@@ -37,6 +37,14 @@ _RINGS_BYTES, _RING_LEAST, _RING_MOST = 1 << 21, 1 << 17, 1 << 19
 _SPIN_S = 20e-6  # before a waiter sleeps: about the cost of a sleep and a wake-up
 _SPIN_CROWDED_S = 2e-6  # where ranks outnumber cores, so that a spinning rank delays another
 _LINGER_S = 2.0  # how long `close` waits for the last sends
+
+_REASONS = {
+    Ended.TIMEOUT: "nothing moved within the timeout of {timeout:g} s",
+    Ended.DEAD: "its process has ended",
+    Ended.FAILED: "it has failed because of rank {blamed}",
+    Ended.GONE: "it has destroyed its process group",
+    Ended.CORRUPT: "its ring holds invalid data",
+}
 
 # (peer, what was tried, reason, the rank that the peer blames) -> the error to raise
 Explain = Callable[[int, str, str, "int | None"], TransportError]
@@ -110,7 +118,7 @@ class Shm:
         except OSError:
             os.close(self.fd)
             raise
-        weakref.finalize(self, _let_go, library, self.handle, self._pid).atexit = False
+        at_end(self, _let_go, library, self.handle)
         self.store = self._own_store()
 
     def _own_store(self) -> Store | None:
@@ -174,39 +182,27 @@ class Shm:
         os.close(self.fd)
         self.fd = -1
 
-    def isend(
-        self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None
-    ) -> Transfer | Done:
-        if self.error is not None:
-            raise again(self.error)
-        address, nbytes = _bytes(data)
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Transfer:
+        link, (address, nbytes) = self._link(peer), _bytes(data)
         counts = nbytes if in_use is None else in_use
-        handle = self.library.shm_send(self.handle, self._slots[peer], address, nbytes, counts, tag)
-        if handle is None:
-            return DONE
-        return self._started(Transfer(self, handle, data, nbytes, peer, False))
+        handle = self.library.shm_send(self.handle, link, address, nbytes, counts, tag)
+        return Transfer(self, handle or 0, data, nbytes, peer, False, ended=handle is None)
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Transfer:
-        if self.error is not None:
-            raise again(self.error)
-        address, nbytes = _bytes(data)
-        handle = self.library.shm_receive(
-            self.handle, self._slots[peer], address, nbytes, tag, False
-        )
-        return self._started(Transfer(self, handle, data, nbytes, peer, True))
+        link, (address, nbytes) = self._link(peer), _bytes(data)
+        handle = self.library.shm_receive(self.handle, link, address, nbytes, tag, False)
+        return Transfer(self, handle, data, nbytes, peer, True)
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> ShmLoan:
+        assert nbytes > 0
+        handle = self.library.shm_receive(self.handle, self._link(peer), None, nbytes, tag, True)
+        return ShmLoan(self, handle, None, nbytes, peer, True)
+
+    def _link(self, peer: int) -> int:
+        """The number of the link with a peer; raises what has broken this end."""
         if self.error is not None:
             raise again(self.error)
-        assert nbytes > 0
-        handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
-        return ShmLoan(self._started(Transfer(self, handle, None, nbytes, peer, True)))
-
-    def _started(self, operation: Transfer) -> Transfer:
-        if operation.handle == shm_library.REFUSED:
-            raise again(self.error or self.stopped())
-        self.under_way.add(operation)
-        return operation
+        return self._slots[peer]
 
     def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:
         if self.error is None:
@@ -250,7 +246,80 @@ def _bytes(data: torch.Tensor) -> tuple[int, int]:
     return data.data_ptr(), data.numel()
 
 
-def _let_go(library: Any, handle: int, pid: int) -> None:
-    if os.getpid() == pid:
-        library.shm_stop(handle, 0)
-        library.shm_free(handle)
+def _let_go(library: Any, handle: int) -> None:
+    library.shm_stop(handle, 0)
+    library.shm_free(handle)
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """A send, or a receive into memory of the caller; raises TransportError if `end` is stopped."""
+
+    end: Shm
+    handle: int
+    data: torch.Tensor | None  # in use by any of the rank's threads until the wait returns
+    nbytes: int
+    peer: int
+    receives: bool
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        if self.handle == shm_library.REFUSED:
+            raise again(self.end.error or self.end.stopped())
+        if not self.ended:
+            self.end.under_way.add(self)
+
+    def wait(self) -> None:
+        if self.ended:
+            return
+        end = self.end
+        begun = time.monotonic()
+        end.waiting[self] = begun
+        try:
+            result = Ended.INTERRUPTED
+            while result == Ended.INTERRUPTED:  # by a signal, which Python has handled by now
+                left = max(0.0, begun + end.timeout - time.monotonic())
+                answer = end.library.shm_wait(end.handle, self.handle, int(left * 1e9))
+                result, detail = Ended(answer & 255), answer >> 8
+        finally:
+            del end.waiting[self]
+        if result == Ended.OK:
+            self.ended = True
+            end.under_way.discard(self)
+            if self.receives and detail != self.nbytes:
+                raise self._failed(
+                    f"rank {self.peer} sent {detail} bytes where {self.nbytes} were expected"
+                )
+        elif result == Ended.STOPPED:
+            raise again(end.error or end.stopped())
+        else:
+            blamed = detail if result == Ended.FAILED else None
+            reason = _REASONS[result].format(timeout=end.timeout, blamed=blamed)
+            raise self._failed(reason, blamed)
+
+    def _failed(self, reason: str, blamed: int | None = None) -> TransportError:
+        what = "receive from" if self.receives else "send to"
+        return self.end.explain(self.peer, what, reason, blamed)
+
+
+class ShmLoan(Transfer):
+    """A receive that borrows its message; see `protocol.Loan`."""
+
+    __slots__ = ()
+
+    def wait(self) -> torch.Tensor:  # type: ignore[override]
+        super().wait()
+        library = self.end.library
+        address = library.shm_message(self.handle)
+        if not address:
+            raise self._failed(f"no memory for a message of {self.nbytes} bytes", self.end.rank)
+        if not library.shm_copy(self.handle):
+            return shm_store.view(address, self.nbytes, self.end.lent_from[self.peer])[0]
+        message, copy = shm_store.view(address, self.nbytes)
+        at_end(copy, library.shm_free_copy, address)
+        return message
+
+    def give_back(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            self.end.library.shm_give_back(self.end.handle, handle)

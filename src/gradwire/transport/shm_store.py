@@ -2,7 +2,11 @@
 
 A process has one store for all of its groups: a sparse anonymous file, as large as the machine's
 memory where limits allow. Memory is allocated when it is taken, and freed when it is given back.
-Peers map the whole store once (`shm_process`), so they can read whatever is written there later.
+Peers map the whole store once for all groups, so they can read whatever is written there later.
+
+Groups and views keep the stores that they use alive: a store is unmapped with its last group and
+its last view. The process's own store is made for the first group, and made again if a later group
+finds it unmapped.
 """
 
 from __future__ import annotations
@@ -69,6 +73,25 @@ def size_of(fd: int) -> int:
     return os.fstat(fd).st_size if fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS else 0
 
 
+def at_end(of: object, release: Callable[..., object], *arguments: Any) -> None:
+    """Call `release` as `of` ends; not at exit, nor in a forked child, which has none of it."""
+    pid = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == pid:
+            release(*arguments)
+
+    weakref.finalize(of, end).atexit = False
+
+
+def view(address: int, nbytes: int, *kept: object) -> tuple[torch.Tensor, Any]:
+    """A tensor (uint8) of memory; and an object that ends with its last view, and until then keeps
+    others alive."""
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    memory.kept = kept  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8), memory
+
+
 class Mapped:
     """A store mapped into this process, until the last reference to it or to a view of it.
 
@@ -89,34 +112,7 @@ class Mapped:
         self.address = library.shm_map(fd, nbytes)
         if not self.address:
             raise OSError(f"cannot map {nbytes} bytes")
-        end = weakref.finalize(self, _unmap, library, self.address, nbytes, os.getpid())
-        end.atexit = False
-
-
-class Copy:
-    """A message that its sender could not lend, in its own memory, until the last reference."""
-
-    def __init__(self, library: Any, address: int) -> None:
-        weakref.finalize(self, library.shm_free_copy, address).atexit = False
-
-
-class Taken:
-    """Keeps memory that a group has taken from its own store alive, until the last view."""
-
-    def __init__(self, whole: ProcessStore) -> None:
-        self.whole = whole
-
-
-def view(address: int, nbytes: int, owner: Mapped | Copy | Taken) -> torch.Tensor:
-    """A tensor (uint8) of memory that `owner` keeps alive."""
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    memory.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _unmap(library: Any, address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child does not inherit the memory
-        library.shm_unmap(address, nbytes)
+        at_end(self, library.shm_unmap, self.address, nbytes)
 
 
 class ProcessStore(Mapped):
@@ -137,7 +133,7 @@ class ProcessStore(Mapped):
         except OSError:
             os.close(self.fd)
             raise
-        weakref.finalize(self, _close, self.fd, os.getpid()).atexit = False
+        at_end(self, os.close, self.fd)  # a forked child has closed it (Stores.forget)
         self.token = secrets.token_bytes(16)
         self.pid = os.getpid()  # a forked child may have other memory at this address
         self._library = library
@@ -167,11 +163,16 @@ class ProcessStore(Mapped):
             elif error := self._library.shm_fill(at, needed):
                 self._library.shm_empty(at, needed)
                 reason = os.strerror(error)
-            if reason is not None:
-                self._warn(nbytes, reason)
-                return None
-            self._taken[at] = needed
-        return at, needed
+            if reason is None:
+                self._taken[at] = needed
+                return at, needed
+            if not self._warned:
+                log.warning(
+                    "no shared memory for %d bytes (%s): messages are copied instead of read in "
+                    "place", nbytes, reason,
+                )  # fmt: skip
+            self._warned = True
+            return None
 
     def give(self, address: int) -> None:
         """Give back what was taken; no peer may read it any more."""
@@ -179,26 +180,13 @@ class ProcessStore(Mapped):
             with self._lock:
                 self._library.shm_empty(address, self._taken.pop(address))
 
-    def _warn(self, nbytes: int, reason: str) -> None:
-        if not self._warned:
-            log.warning(
-                "no shared memory for %d bytes (%s): messages are copied instead of read in place",
-                nbytes, reason,
-            )  # fmt: skip
-        self._warned = True
-
-
-def _close(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has closed it (Stores.forget)
-        os.close(fd)
-
 
 class Store:
     """One group's share of this process's store."""
 
     def __init__(self, whole: ProcessStore) -> None:
         self.whole = whole
-        self._taken: dict[int, tuple[int, weakref.ref[Taken]]] = {}  # address -> (bytes, owner)
+        self._taken: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address -> (bytes, its view)
 
     @property
     def used(self) -> int:
@@ -211,9 +199,9 @@ class Store:
         if os.getpid() != self.whole.pid or (found := self.whole.take(nbytes)) is None:
             return None
         address, length = found
-        owner = Taken(self.whole)
-        self._taken[address] = length, weakref.ref(owner)
-        return view(address, max(nbytes, 1), owner)[:nbytes]
+        memory, held = view(address, max(nbytes, 1), self.whole)
+        self._taken[address] = length, weakref.ref(held)
+        return memory[:nbytes]
 
     def give(self, memory: torch.Tensor) -> None:
         """Give back memory, if it was taken here; no peer may read it any more."""
@@ -229,11 +217,69 @@ class Store:
         whole store is unmapped.
         """
         while self._taken:
-            address, (nbytes, owner) = self._taken.popitem()
+            address, (nbytes, held) = self._taken.popitem()
             if is_lent(address, nbytes):
                 continue
-            used = owner()
-            if used is None:
+            if (used := held()) is None:
                 self.whole.give(address)
             else:
-                weakref.finalize(used, self.whole.give, address).atexit = False
+                at_end(used, self.whole.give, address)
+
+
+class Stores:
+    """The stores that a process has mapped, its own and its peers'; tests make several to emulate
+    as many processes."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: weakref.WeakValueDictionary[bytes, Mapped] = weakref.WeakValueDictionary()
+        self._own: Callable[[], ProcessStore | None] = lambda: None
+
+    def own(self, library: Any, peers: int) -> ProcessStore:
+        """This process's store; made if missing, for a group with `peers` peers on the machine.
+
+        Raises:
+            OSError: resource limits are too low, or there is no memory or no descriptor.
+        """
+        with self._lock:
+            store = self._own()
+            if store is None:
+                nbytes = room(peers)
+                if not nbytes:
+                    raise OSError("the limits on file size or address space are too low for it")
+                store = ProcessStore(library, nbytes)
+                self._own = weakref.ref(store)
+                self._mapped[store.token] = store
+            return store
+
+    def of_peer(self, library: Any, token: bytes, fd: int) -> Mapped:
+        """The store with this token, whose file is `fd` (the caller keeps the descriptor).
+
+        Raises:
+            OSError: it is no store, resource limits are too low, or it cannot be mapped.
+        """
+        with self._lock:
+            store = self._mapped.get(token)
+            if store is None:
+                nbytes, space = size_of(fd), space_for_stores()
+                if not nbytes:
+                    raise OSError("its store is empty, or could change its size")
+                used = sum(each.nbytes for each in self._mapped.values())
+                if space is not None and used + nbytes > space:
+                    raise OSError("the limit on address space is too low for its store")
+                store = self._mapped[token] = Mapped(library, fd, nbytes)
+            return store
+
+    def forget(self) -> None:
+        """In a forked child, which does not inherit the memory: close the parent's store, so that
+        it ends with the parent."""
+        if (store := self._own()) is not None:
+            os.close(store.fd)
+        self._clear()
+
+
+STORES = Stores()
+os.register_at_fork(after_in_child=STORES.forget)

@@ -198,9 +198,10 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """The group's timeout, in seconds; torch has no public getter for it."""
-    try:
-        options = group._get_backend(torch.device("cpu")).options
-        return float(options._timeout.total_seconds())
-    except (RuntimeError, AttributeError):
-        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+    """The group's timeout, in seconds: of its backend for the CPU, if it has one. torch has no
+    public getter for it."""
+    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())

@@ -11,6 +11,7 @@ from gradwire_tools.lab import Network
 
 DASH = "–"
 TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+RATES = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _SHARES = ("of_limit", "orthogonal_share", "cut")
 
@@ -22,6 +23,12 @@ def seconds(value: float | None) -> str:
     if value == 0:
         return "0 s"
     unit, scale = unit_of(TIMES, abs(value))
+    return f"{digits(value / scale)} {unit}"
+
+
+def bandwidth(value: float) -> str:
+    """ "297 Mbit/s"."""
+    unit, scale = unit_of(RATES, value)
     return f"{digits(value / scale)} {unit}"
 
 
@@ -118,12 +125,15 @@ def percent(ratio: float) -> str:
     return "0.00 %" if text[1:] == "0.00 %" else text
 
 
-def faster(mine: float, baseline: float) -> str:
-    """Of a time: "2.50 times faster" than the baseline's, "1.60 times slower", "as fast"."""
-    if not mine or not baseline or f"{mine / baseline:.2f}" == "1.00":
+def faster(mine: float, baseline: float, count: int = 3) -> str:
+    """Of a time: "2.50 times faster" than the baseline's, "1.60 times slower", "as fast"; with
+    `count` significant digits."""
+    if not mine or not baseline:
         return "as fast"
     word, ratio = ("faster", baseline / mine) if mine < baseline else ("slower", mine / baseline)
-    return f"{digits(ratio)} times {word}"
+    if float(digits(ratio, count)) == 1:
+        return "as fast"
+    return f"{digits(ratio, count)} times {word}"
 
 
 def times(ratio: float) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError
-from gradwire.planner.whole import write_whole
+from gradwire.planner.files import write_whole
 from gradwire_tools import lab
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.progress import progress, watched

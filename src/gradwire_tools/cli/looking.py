@@ -11,14 +11,17 @@ from typer import Argument, Option
 
 from gradwire.errors import ConfigError, of_file
 from gradwire_tools.cli import options
-from gradwire_tools.cli.options import Real, Text, Whole, names, number
+from gradwire_tools.cli.options import Real, Text, Whole, command, names, number
 from gradwire_tools.cli.output import output
 
-codec = typer.Typer(
-    help="The codecs and aggregators, and the stages of a codec's compilation.",
-    no_args_is_help=True,
+codec = options.group(
+    "codec",
+    "The codecs and aggregators, and the stages of a codec's compilation.",
+    "show qsgd:bits=2",
 )
-lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
+lab = options.group(
+    "lab", "Emulated machines on slow links.", "run --nodes 2 --net 100mbit,1ms -- hostname"
+)
 
 
 def doctor(
@@ -38,10 +41,10 @@ def doctor(
 ) -> None:
     """What is available here; with --ranks, whether compression pays.
 
-    With --ranks, or under torchrun, a training step is measured with fp32, 16 bit and gradwire:
-    its computing against its communication. The verdict comes first, and ends in the line to write;
-    what is available here is then in --json alone. Under torchrun it joins the ranks that torchrun
-    has started, so it measures the network between them.
+    With --ranks, or under torchrun, links are measured, and a training step with torch's fp32 and
+    fp16 and gradwire's bf16 and 4 bits. The verdict comes first, the line to write last; what is
+    available here is then in --json alone. Under torchrun it joins the ranks that torchrun has
+    started, so it measures the network between them.
     """
     from gradwire_tools.bench.network import network
     from gradwire_tools.doctor import examine
@@ -55,13 +58,17 @@ def doctor(
             out.rows(examine(), ["part", "available", "detail"])
             return
         out.quiet(examine())
-        *steps, verdict = out.quiet(network.run(wanted))
-        out.say(verdict["detail"])
+        rows = {row["part"]: row for row in out.quiet(network.run(wanted))}
+        first, *rest = rows.pop("verdict")["detail"].splitlines()
+        out.say(first)
+        for part in ("network", "computing", "kernels"):
+            out.say(f"{part}: {rows.pop(part)['detail']}")
         columns = ["method", "step_seconds", "compute_seconds", "communication_seconds"]
-        out.table(steps, [*columns, "exposed_seconds"])
+        out.table([*rows.values()], [*columns, "exposed_seconds"], framed=False)
+        out.say("\n".join(rest))
 
 
-@codec.command("list")
+@command(codec, "list", "")
 def codec_list(json_file: options.Json = None) -> None:
     """The codecs and aggregators: operators, lines of code, options."""
     from gradwire import codecs
@@ -73,7 +80,7 @@ def codec_list(json_file: options.Json = None) -> None:
         out.rows(rows, ["codec", "kind", "operators", "lines", "options"])
 
 
-@codec.command("show")
+@command(codec, "show", "qsgd:bits=2")
 def codec_show(
     name: Annotated[str, Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
     ir: Annotated[bool, Option("--ir", help="The intermediate representation.")] = False,
@@ -100,7 +107,7 @@ def codec_show(
         typer.echo(show(chosen, stage))
 
 
-@codec.command("build")
+@command(codec, "build", "--codec qsgd --isa x86-64-v3")
 def codec_build(
     codec_name: Annotated[Text, Option("--codec", help="Comma-separated codecs, or shm.")] = None,
     isa: Annotated[Text, Option(help="Such as x86-64-v2,x86-64-v3; all unless given.")] = None,
@@ -133,7 +140,7 @@ def codec_build(
             raise ConfigError(f"nothing was built: {of_file(error)}") from error
 
 
-@codec.command("cache")
+@command(codec, "cache", "--clear")
 def codec_cache(
     clear: Annotated[
         bool, Option("--clear", help="Remove them: they are compiled anew on next use.")
@@ -159,7 +166,12 @@ def codec_cache(
         out.rows([row], [*row])
 
 
-@lab.command("run", context_settings={"allow_interspersed_args": False})
+@command(
+    lab,
+    "run",
+    "--nodes 2 --net 100mbit,1ms -- python train.py",
+    context_settings={"allow_interspersed_args": False},
+)
 def lab_run(
     command: Annotated[list[str], Argument(metavar="CMD", help="The command, after --.")],
     nodes: Annotated[int, Option(help="Number of emulated machines.")] = 4,
@@ -167,7 +179,7 @@ def lab_run(
     timeout: Annotated[Real, number("Seconds until all are stopped.")] = None,
     length: Annotated[Real, number("Of the run in seconds, for a schedule by share.")] = None,
 ) -> None:
-    """Run a command on every node: gradwire lab run --nodes 4 --net 1gbit,1ms -- CMD.
+    """Run a command on every node.
 
     Each node gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
     """

@@ -3,10 +3,10 @@ policies, and the papers' grids."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from gradwire_tools.cli import options
@@ -14,31 +14,11 @@ from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers
 from gradwire_tools.cli.output import measured, output
 from gradwire_tools.cli.training import bench_train, task_options, trained
 
-bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
+bench = options.group("bench", "Measure collectives, kernels and training.", "collectives --quick")
+developer = partial(options.command, bench, rich_help_panel=options.DEVELOPERS)
 
 
-@bench.command("kernels")
-def bench_kernels(
-    codec_name: Annotated[Text, Option("--codec", help="Names, comma-separated.")] = None,
-    target: Annotated[Text, Option(help="eager, c; triton.")] = None,
-    numel: Annotated[
-        Whole, Option(help="Values; 16777216 (cuda: four times) unless quick.")
-    ] = None,
-    threads: Annotated[Text, Option(help="Such as 1,2.")] = None,
-    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
-    quick: options.Quick = False,
-    json_file: options.Json = None,
-) -> None:
-    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
-    from gradwire_tools.bench.micro import kernels
-
-    counts = numbers("--threads", threads)
-    codecs, targets = names("--codec", codec_name), names("--target", target)
-    columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
-    measured(json_file, columns, kernels.run, codecs, targets, numel, counts, quick, device)
-
-
-@bench.command("collectives")
+@options.command(bench, "collectives", "--ranks 4 --net 100mbit,1ms --quick")
 def bench_collectives(
     ranks: options.Ranks = 4,
     net: options.Net = "1gbit,1ms",
@@ -58,14 +38,38 @@ def bench_collectives(
     measured(json_file, columns, collectives.run, *given)
 
 
-@bench.command("aggregators")
+@options.command(bench, "kernels", "--codec qsgd,topk --quick")
+def bench_kernels(
+    codec_name: Annotated[Text, Option("--codec", help="Names, comma-separated.")] = None,
+    target: Annotated[Text, Option(help="eager, c; triton.")] = None,
+    numel: Annotated[
+        Whole, Option(help="Values; 16777216 (cuda: four times) unless quick.")
+    ] = None,
+    threads: Annotated[Text, Option(help="Such as 1,2.")] = None,
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    quick: options.QuickAlone = False,
+    json_file: options.Json = None,
+) -> None:
+    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
+    from gradwire_tools.bench.micro import kernels
+
+    counts = numbers("--threads", threads)
+    codecs, targets = names("--codec", codec_name), names("--target", target)
+    columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
+    measured(json_file, columns, kernels.run, codecs, targets, numel, counts, quick, device)
+
+
+options.command(bench, "train", "--net 100mbit,1ms --json rows.jsonl")(bench_train)
+
+
+@developer("aggregators", "--methods powersgd:rank=4 --quick")
 def bench_aggregators(
     methods: Annotated[Text, Option(help="Comma-separated; by default a sweep of ranks.")] = None,
     task: Annotated[
         str, Option(help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
     ] = "gpt",
     ranks: options.Ranks = 2,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """CPU time and memory of aggregators, against a copy of the gradients."""
@@ -77,10 +81,10 @@ def bench_aggregators(
     measured(json_file, columns, aggregators.run, chosen, task, ranks, quick)
 
 
-@bench.command("transports")
+@developer("transports", "--bytes 1024,1048576")
 def bench_transports(
     sizes: Annotated[Text, Option("--bytes", help="Of a message, comma-separated.")] = None,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """Time messages between two ranks: shared memory, and gloo on loopback."""
@@ -91,7 +95,7 @@ def bench_transports(
     measured(json_file, columns, transports.run, wanted, quick)
 
 
-@bench.command("profile")
+@developer("profile", "--net 1gbit,1ms --methods qsgd:bits=4")
 def bench_profile(
     ranks: options.Ranks = 2,
     net: options.Net = "none",
@@ -111,10 +115,7 @@ def bench_profile(
     measured(json_file, columns, profile.run, ranks, net, chosen, numel, bucket_mb, file, quick)
 
 
-bench.command("train")(bench_train)
-
-
-@bench.command("grid")
+@developer("grid", "--grid bits --net none --json grid.jsonl")
 def bench_grid(
     grid_name: Annotated[
         str, Option("--grid", help="bits, low, learned, blocks or fake.")
@@ -146,7 +147,7 @@ def bench_grid(
         out.console.print(grids.table(grid, trained(config, out, json_file, resume)))
 
 
-@bench.command("record")
+@developer("record", "--output recorded --quick")
 def bench_record(
     folder: Annotated[Path, Option("--output", "-o", help="A new folder.")],
     task: options.Task = "gpt",
@@ -154,7 +155,7 @@ def bench_record(
     steps: Annotated[Whole, Option(help="Consecutive steps at each; 8 unless quick.")] = None,
     ranks: options.Ranks = 4,
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """Train, and store every rank's gradients of consecutive steps."""
@@ -165,7 +166,7 @@ def bench_record(
     measured(json_file, columns, record.run, folder, task, points, steps, ranks, seed, quick)
 
 
-@bench.command("error")
+@developer("error", "recorded --methods qsgd:bits=4,topk")
 def bench_error(
     folders: Annotated[
         list[Path] | None, Argument(help="Of bench record; none with --quick.")
@@ -174,7 +175,7 @@ def bench_error(
     algorithm: Annotated[Text, Option(help="Of all-reduces; sra unless given.")] = None,
     at: options.At = None,
     layers: Annotated[bool, Option("--layers", help="Rows for each parameter, too.")] = False,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """What methods lose on recorded gradients, beside the bits that they send."""
@@ -187,7 +188,7 @@ def bench_error(
     measured(json_file, columns, error.run, *given)
 
 
-@bench.command("adapt")
+@developer("adapt", "recorded --policies lgreco --quick")
 def bench_adapt(
     folders: Annotated[
         list[Path] | None, Argument(help="Of bench record; seeded tables come beside.")
@@ -205,7 +206,7 @@ def bench_adapt(
     at: options.At = None,
     metrics: Annotated[Text, Option(help="l2, squared; both.")] = None,
     alpha: Annotated[float, number("The budget over the uniform plan's error.")] = 1.0,
-    quick: options.Quick = False,
+    quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """What adaptive policies save against a uniform plan of the same error."""
@@ -228,7 +229,7 @@ def bench_adapt(
     measured(json_file, columns, adapt.run, folders or (), config, quick)
 
 
-@bench.command("planner")
+@developer("planner", "--ranks 2 --nets '100mbit,1ms;none'")
 def bench_planner(
     ranks: options.Ranks = 4,
     nets: Annotated[Text, Option(help="Such as 100mbit,1ms;none: separated by ;.")] = None,
@@ -254,7 +255,7 @@ def bench_planner(
     measured(json_file, columns, planner_grid.run, ranks, **chosen, fresh=fresh)
 
 
-@bench.command("ablation")
+@developer("ablation", "--ranks 4 --net 1gbit,1ms")
 def bench_ablation(
     ranks: options.Ranks = 4,
     net: options.Net = "1gbit,1ms",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +18,30 @@ Text = str | None
 Whole = int | None
 Real = float | None
 N = TypeVar("N", int, float)
+DEVELOPERS = "For developers"  # a group of commands
+
+
+def group(name: str, help: str, example: str, **settings: Any) -> typer.Typer:
+    """Commands below one word, or below gradwire itself, ""; `example` ends the help."""
+    settings = {"no_args_is_help": True, **settings}
+    return typer.Typer(name=name, help=help, epilog=_epilog(name, example), **settings)
+
+
+def command(app: typer.Typer, name: str, example: str, **settings: Any) -> Callable[..., Any]:
+    """Register a function as a command of `app`: its docstring is the help, whose paragraphs have
+    lines as long as the terminal's, and `example` ends it."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        told = (inspect.getdoc(function) or "").split("\n\n")
+        said = "\n\n".join(" ".join(paragraph.split()) for paragraph in told)
+        epilog = _epilog(str(app.info.name), name, example)
+        return app.command(name, help=said, epilog=epilog, **settings)(function)
+
+    return register
+
+
+def _epilog(*words: str) -> str:
+    return " ".join(filter(None, ["Example: gradwire", *words]))
 
 
 def number(help: str) -> Any:
@@ -32,17 +58,17 @@ def number(help: str) -> Any:
 Json = Annotated[
     Text, Option("--json", metavar="FILE", help="JSON lines to FILE; - is standard output.")
 ]
-Quick = Annotated[
-    bool, Option("--quick", help="End within 45 s on two idle cores, unless the network is slow.")
-]
+_WITHIN = "End within 45 s on two idle cores"
+Quick = Annotated[bool, Option("--quick", help=f"{_WITHIN}, unless the network is slow.")]
+QuickAlone = Annotated[bool, Option("--quick", help=f"{_WITHIN}.")]  # without a network
 Net = Annotated[str, Option(help="RATE,LATENCY such as 1gbit,1ms; or none.")]
 Task = Annotated[str, Option(help="gpt, gpt-32k, image or image-resnet50.")]
 TaskOption = Annotated[
     list[str] | None, Option(help="NAME=VALUE, such as network=resnet; repeatable.")
 ]
-Nodes = Annotated[Whole, Option(help="Emulated machines, one rank each.")]
+Nodes = Annotated[Whole, Option(help="Emulated machines, one rank each; 4 unless given; quick: 2.")]
 Seeds = Annotated[str, Option(help="Such as 0,1,2.")]
-Steps = Annotated[Whole, Option(help="Training steps of each method.")]
+Steps = Annotated[Whole, Option(help="Training steps of each method; 200 unless given; quick: 30.")]
 Resume = Annotated[bool, Option("--resume", help="Continue a killed run of the same --json FILE.")]
 Ranks = Annotated[int, Option(help="Number of ranks.")]
 At = Annotated[Text, Option(help="Only these points of recordings, as 0,150.")]
@@ -51,7 +77,7 @@ PerNode = Annotated[int, Option(help="Ranks per machine; they share its link.")]
 Model = Annotated[str, Option(help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")]
 # of what is simulated
 ManyRanks = Annotated[int, Option(help="Number of ranks, to thousands.")]
-Cores = Annotated[Real, number("That all ranks share; each has its own unless given.")]
+Cores = Annotated[Real, number("Cores that all ranks share; each has its own unless given.")]
 Backward = Annotated[float, number("Seconds in which gradients become ready, one after the other.")]
 KernelThreads = Annotated[int, Option(help="Threads per kernel.")]
 CurvesFile = Annotated[Path | None, Option(help="What kernels cost; written if missing.")]

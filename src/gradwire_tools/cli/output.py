@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -82,13 +83,16 @@ class Output:
         with _progress(self.remarks) as advance, watched(advance):
             return list(self.each(rows))
 
-    def table(self, rows: list[Row], columns: list[str]) -> None:
+    def table(self, rows: list[Row], columns: list[str], framed: bool = True) -> None:
         """Print a table of `columns`, keys of the rows, for people."""
-        tables.show(self.console, rows, columns)
+        tables.show(self.console, rows, columns, framed)
 
     def say(self, text: str) -> None:
-        """Print a sentence for people, after a table."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        """Print sentences for people, in lines of 80 characters at most."""
+        width = min(80, self.console.width)
+        for line in text.splitlines():
+            for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False):
+                self.console.print(part, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Close the file; raises ConfigError if what it still holds back cannot be written."""

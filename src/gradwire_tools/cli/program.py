@@ -14,13 +14,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from gradwire import __version__
 from gradwire.errors import ConfigError, GradwireError
-from gradwire_tools.cli import looking, measure, plans, predict, probing, showing
+from gradwire_tools.cli import looking, measure, options, plans, predict, probing, showing
 
 OK, FAILED, BAD_INPUT, INTERRUPTED, READER_LEFT, TERMINATED = 0, 1, 2, 130, 141, 143
 
@@ -34,16 +35,18 @@ Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupt
 reader left; 143 terminated.
 """
 
-app = typer.Typer(name="gradwire", help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
-app.command("doctor")(looking.doctor)
-app.command("probe")(probing.probe)
-app.add_typer(looking.codec, name="codec")
+app = options.group("", HELP, "doctor --ranks 2", pretty_exceptions_enable=False)
+command = partial(options.command, app)
+developer = partial(command, rich_help_panel=options.DEVELOPERS)
+command("doctor", "--ranks 2 --net 1gbit,1ms")(looking.doctor)
+command("demo", "--net 100mbit,1ms")(showing.demo)
 app.add_typer(looking.lab, name="lab")
-app.add_typer(measure.bench, name="bench")
-app.command("sim")(predict.sim)
 app.add_typer(plans.plan, name="plan")
-app.command("demo")(showing.demo)
-app.command("report")(showing.report)
+command("report", "rows.jsonl --output report.html")(showing.report)
+app.add_typer(looking.codec, name="codec")
+developer("probe", "--ranks 4 --net 200mbit,2ms")(probing.probe)
+developer("sim", "--ranks 64 --net 10gbit,50us")(predict.sim)
+app.add_typer(measure.bench, name="bench", rich_help_panel=options.DEVELOPERS)
 
 # Of an unknown option, a missing argument, a value of another type. Its name depends on Typer's
 # version, which may bring its own copy of click; its place does not.

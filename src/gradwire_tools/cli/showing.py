@@ -36,10 +36,25 @@ def report(
     svg: Annotated[
         Path | None, Option(metavar="FILE", help="Only a figure: losses, or gains by network.")
     ] = None,
+    table: Annotated[bool, Option("--table", help="Only print tables, in Markdown.")] = False,
+    gains: Annotated[bool, Option("--gains", help="Of --table: methods x networks.")] = False,
+    best: Annotated[bool, Option("--best", help="The best methods by network.")] = False,
+    steps: Annotated[bool, Option("--steps", help="Step times, methods x networks.")] = False,
+    choices: Annotated[bool, Option("--choices", help="Of the planner, by network.")] = False,
+    parts: Annotated[bool, Option("--parts", help="Of the ablation, by model.")] = False,
+    auto: Annotated[bool, Option("--auto", help="Of automatic mode, by network.")] = False,
+    task: Annotated[Text, Option(help="Of --table: only this task.")] = None,
 ) -> None:
     """Make one self-contained HTML page with figures from benchmark rows."""
     from gradwire_tools import report as reports
 
+    flags = {"gains": gains, "best": best, "steps": steps, "choices": choices, "parts": parts}
+    kinds = [name for name, given in {**flags, "auto": auto}.items() if given]
+    if table:
+        typer.echo(reports.table(files, kinds, task))
+        return
+    for name in (*kinds, *(["task"] if task is not None else [])):
+        raise ConfigError(f"--{name}: is for a table: give --table")
     option, target = ("--output", page) if svg is None else ("--svg", svg)
     writable(option, target)
     if os.path.realpath(target) in map(os.path.realpath, files):

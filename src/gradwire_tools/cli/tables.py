@@ -22,7 +22,6 @@ HEADINGS = {
     "gradients_wire_bytes": "gradients (MB)",
     "synchronisation_seconds": "synced (ms)",
     "uncompressed_seconds": "plain (ms)",
-    "coalesce_bytes": "coalesce (MB)",
     "wire_bytes": "sent (MB)",
     "seconds": "time (ms)",
     "bytes": "size (MB)",
@@ -36,10 +35,7 @@ HEADINGS = {
     "numel": "values",
     "error_feedback": "feedback",
     "error_metric": "error",
-    "of_uniform": "of uniform",
-    "ms_per_million": "ms per million",
     "orthogonal_share": "orthogonal",
-    "state_bytes_per_value": "state bytes per value",
     "partition_ratio": "in parts",
     "op": "kernel",
 }  # of keys that the rules of `heading` do not make short and plain
@@ -47,14 +43,16 @@ _FACTORS = {"latency_us": 1e-3, "alpha": 1e3, "beta": 1e9, "bandwidth": 1e-6, "n
 _UNITS = {"seconds": ("ms", 1e3), "bytes": ("MB", 1e-6)}  # by how keys end
 
 
-def show(console: Console, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Print the values of `columns`, keys of the rows."""
+def show(
+    console: Console, rows: Sequence[dict[str, Any]], columns: Sequence[str], frame: bool = True
+) -> None:
+    """Print the values of `columns`, keys of the rows; with a frame, where there is room."""
     whole = [[heading(key), *(_text(key, one.get(key)) for one in rows)] for key in columns]
     same = [column for column in whole if len(rows) > 1 and len({*column[1:]}) == 1]
     other = [column for column in whole if column not in same]
     for framed, told in ((True, whole), (True, other), (False, whole), (False, other)):
         widths = _widths(console.width, told, framed)
-        if widths is None:
+        if widths is None or framed > frame:
             continue
         if told is other:
             said = ", ".join(" ".join(column[:2]) for column in same)
@@ -109,7 +107,11 @@ def _text(column: str, value: object) -> str:
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_text(name, one)}" for name, one in value.items())
+        words = {True: "true", False: "false"}  # as users write options
+        return ", ".join(
+            f"{name}={words[one] if isinstance(one, bool) else _text(name, one)}"
+            for name, one in value.items()
+        )
     if isinstance(value, list | tuple):
         return ", ".join(_text(column, one) for one in value)
     return "-" if value is None else str(value)

@@ -20,10 +20,17 @@ def bench_train(
     task: options.Task = "gpt",
     task_option: options.TaskOption = None,
     split: Annotated[str, Option(help="iid, or by-class: some classes per rank.")] = "iid",
-    net: Annotated[Text, Option(help=options.SCHEDULED)] = None,
+    net: Annotated[
+        Text, Option(help=f"{options.SCHEDULED} 1gbit,1ms unless given; quick: 100mbit,1ms.")
+    ] = None,
     nodes: options.Nodes = None,
     method_names: Annotated[
-        Text, Option("--methods", help="Names, or CODEC:OPTION=VALUE:...")
+        Text,
+        Option(
+            "--methods",
+            help="Names, or CODEC:OPTION=VALUE:...; torch's fp32, fp16, bf16 and PowerSGD, and "
+            "gradwire's fp16, qsgd4 and terngrad unless given; quick: fp32, fp16 and qsgd4.",
+        ),
     ] = None,
     seeds: options.Seeds = "0",
     steps: options.Steps = None,

@@ -10,7 +10,7 @@ Rows, with the costs of this machine's kernels (or of a file of curves):
     part "setting"  method, algorithm, segments, coalesce_bytes, least, seconds, wire_bytes,
                     of_limit, saves (of the time of the best without a codec): the best setting of
                     each method, simulated (gradwire_tools.sim.choice), the fastest first
-    part "verdict"  compress, method, detail: what to use, in a sentence
+    part "verdict"  compress, method, detail: what to use, in a sentence, and the line to write
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from gradwire import groups
 from gradwire.aggregators import registry
+from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.planner.files import PlanFile
@@ -39,7 +40,7 @@ from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
 from gradwire_tools.predict.sim_sweep import Point
 from gradwire_tools.sim import Curves, Net, models
-from gradwire_tools.sim.choice import FULL, HALF, Situation, choose, name, plain, scenario
+from gradwire_tools.sim.choice import FULL, HALF, Setting, Situation, choose, name, plain, scenario
 from gradwire_tools.sim.selective import decisions
 
 METHODS = ("qsgd:bits=4", "powersgd:rank=8")
@@ -138,6 +139,9 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
     """
     chosen = [simulate.method(text) for text in wanted.codecs]
     where, world = wanted.situation(), wanted.world
+    matrices = [shape for shape in where.shapes if len(shape) > 1]
+    if tuple(wanted.codecs) == METHODS and matrices:  # without what shrinks no matrix
+        chosen = [one for one in chosen if not all(map(registry.get(one).impossible, matrices))]
     priced = [of for one in chosen for of in scenario(where, plain(one, where)[0]).priced]
     found = None if world is None else join(world)
     known = simulate.known_curves([FULL, HALF, *priced], wanted.threads, wanted.file, wanted.fresh)
@@ -176,7 +180,8 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
     yield from settings.values()
     yield {
         "part": "verdict", **context, "compress": choice.compresses,
-        "method": name(choice.best.setting.codec), "detail": choice.verdict,
+        "method": name(choice.best.setting.codec),
+        "detail": f"{choice.verdict}\n{line_of(choice.best.setting, wanted.save)}",
     }  # fmt: skip
     if wanted.save is not None:
         plan_of(settings[choice.best], wanted.parameters, where).save(wanted.save)
@@ -213,6 +218,23 @@ def measured(where: Situation, known: Curves, links: Links, machines: Sequence[i
         net = Net(net.text, 8 / max(links.worst_beta, 1e-12), latency)
     curves = replace(known, link=software)
     return replace(where, net=net, curves=curves, per_node=per_node, cores=cores)
+
+
+def line_of(best: Setting, saved: Path | None) -> str:
+    """What to write in a script, for a setting that may have been saved as a plan."""
+    if saved is not None:
+        return f'Write: gw.attach(model, plan="{saved}")'
+    if best.codec == FULL:
+        return "Nothing to write: leave the script as it is."
+    usual, how = Options(), best.options
+    given = [
+        f"{key}={getattr(how, key)!r}"
+        for key in ("algorithm", "segments", "coordinated")
+        if getattr(how, key) != getattr(usual, key)
+    ]
+    given += [f"coalesce_bytes={best.coalesce_bytes}"] if best.coalesce_bytes else []
+    options = f", options=gw.Options({', '.join(given)})" if given else ""
+    return f'Write: gw.attach(model, "{name(best.codec)}"{options})'
 
 
 def plan_of(best: Row, shapes: Mapping[str, models.Shape], where: Situation) -> PlanFile:

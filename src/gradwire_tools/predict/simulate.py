@@ -2,8 +2,7 @@
 
 A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
 wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (of the
-curves), and sweep and value where a parameter was swept. docs/laboratory/simulator.md
-explains them.
+curves), and sweep and value where a parameter was swept (docs/laboratory/simulator.md).
 """
 
 from __future__ import annotations

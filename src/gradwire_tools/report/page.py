@@ -39,11 +39,15 @@ def picture(files: Iterable[Path], file: Path) -> None:
     Raises:
         ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
     """
+    _write(file, drawn([row for one in files for row in read(one)]))
+
+
+def drawn(rows: Iterable[Row]) -> str:
+    """What `picture` writes."""
     check_packages()
     from gradwire_tools.report import draw
 
-    rows = sort([row for one in files for row in read(one)])["bench train"]
-    _write(file, draw.alone(*training.picture(rows)))
+    return draw.alone(*training.picture(sort(rows)["bench train"]))
 
 
 def _write(file: Path, text: str) -> None:

@@ -20,7 +20,7 @@ from gradwire_tools.report.rows import Row, grouped, run_of, split
 
 _LARGE = 0.1  # error of a composed time
 _COLUMNS = 5  # of a map
-_MODEL = ("task", "ranks", "parameters", "task_options")
+MODEL = ("task", "ranks", "parameters", "task_options")
 
 Runs = Sequence[Sequence[Row]]
 
@@ -31,11 +31,11 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     runs."""
     whole = [row for row in rows if row["row"] != "validation"]
     compared = [row for row in rows if row["row"] == "validation"]
-    runs = grouped(whole, *_MODEL, "net", "sharded", "accumulate", "composed", "run").values()
+    runs = grouped(whole, *MODEL, "net", "sharded", "accumulate", "composed", "run").values()
     return [
         *(_gains(runs, whole) for runs in _trainings(whole)),
         *(_section(mine, whole) for mine in runs),
-        *(_composed(mine, compared) for mine in grouped(compared, *_MODEL, "run").values()),
+        *(_composed(mine, compared) for mine in grouped(compared, *MODEL, "run").values()),
     ]
 
 
@@ -50,8 +50,8 @@ def picture(rows: Sequence[Row]) -> tuple[Chart, str]:
     trainings = _trainings(rows)
     if len(trainings) == 1 and sum(map(len, trainings[0])) == len(rows):
         task, ranks = (rows[0][key] for key in ("task", "ranks"))
-        return _map(trainings[0]), f"{task}, {ranks} ranks: gain over 16 bit"
-    groups = grouped(rows, *_MODEL, "net", "sharded", "composed", "run").values()
+        return gain_map(trainings[0]), f"{task}, {ranks} ranks: gain over 16 bit"
+    groups = grouped(rows, *MODEL, "net", "sharded", "composed", "run").values()
     runs = [mine for mine in groups if split(mine)[1]]
     if len(runs) != 1:
         raise ConfigError(
@@ -181,7 +181,7 @@ def _trainings(rows: Sequence[Row]) -> list[Runs]:
     run on one network. Runs on different networks stand together; where two were on the same
     network, each run stands alone."""
     found: list[Runs] = []
-    for same in grouped(rows, *_MODEL, "sharded", "accumulate").values():
+    for same in grouped(rows, *MODEL, "sharded", "accumulate").values():
         places = grouped(same, "net", "composed", "run").values()
         runs = [mine for mine in places if split(mine)[0]]
         several = len({(mine[0]["net"], mine[0].get("composed")) for mine in runs}) < len(runs)
@@ -194,7 +194,7 @@ def _trainings(rows: Sequence[Row]) -> list[Runs]:
     return found
 
 
-def _map(runs: Runs) -> TileChart:
+def gain_map(runs: Runs) -> TileChart:
     """Columns are networks, with how they were measured where the rows have both."""
     gains = [gain.of_summaries(*split(run)) for run in runs]
     methods = dict.fromkeys(name for of_net in gains for name in of_net)
@@ -209,7 +209,7 @@ def _map(runs: Runs) -> TileChart:
 
 
 def _gains(runs: Runs, among: Sequence[Row]) -> Section:
-    whole = _map(runs)
+    whole = gain_map(runs)
     questions = []
     for at in range(0, len(runs), _COLUMNS):
         part = slice(at, at + _COLUMNS)

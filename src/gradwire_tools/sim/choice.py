@@ -143,12 +143,12 @@ class Choice:
 
     @property
     def verdict(self) -> str:
-        """One sentence: what to use, what it is expected to take, and what that saves."""
+        """One sentence: what to use, what it is expected to take, and what that gains."""
         base, best = self.uncompressed, self.best
         taken = f"{best.setting} is expected to take {_text(best.seconds)}"
         if self.compresses:
-            saved = 1 - best.seconds / base.seconds
-            return f"{taken}, {saved:.0%} less than the {_text(base.seconds)} of {base.setting}"
+            times = base.seconds / best.seconds
+            return f"{taken}, {times:.3g} times faster than {base.setting}, {_text(base.seconds)}"
         coded = [one for one in self.of_codec if one.setting.codec not in (FULL, HALF)]
         reason = ""
         if coded:
@@ -275,7 +275,7 @@ def name(codec: Codec | Aggregator) -> str:
     if codec == FULL:
         return "none"
     try:
-        return registry.text(registry.get(codec))
+        return registry.text(registry.get(codec), bits=True)
     except ConfigError:
         return str(codec)
 

@@ -30,7 +30,7 @@ from gradwire_tools.sim.shards import (
     scattered,
 )
 from gradwire_tools.sim.task_times import algorithm_on
-from gradwire_tools.sim.training import StepCollective, Times, TrainingThread, Waits, order
+from gradwire_tools.sim.training import StepCollective, Times, TrainingThread, order
 
 _BACKWARD = {"none": "gather", "redraw": "gather", "payload": "decode", "reference": ""}
 
@@ -101,8 +101,8 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     }
     times = _times(scenario, curves, gathers)
     in_backward = _BACKWARD[scenario.keep]
-    waits = Waits(scenario.blocking, prefetches=not isinstance(scenario.weights, Torch))
-    steps, actions = order(times, in_backward, waits)
+    prefetches = not isinstance(scenario.weights, Torch)
+    steps, actions = order(times, in_backward, scenario.blocking, prefetches)
     represented, graphs = _graphs(scenario, curves, steps, gathers)
     free = {"overheads": Overheads()} if scenario.is_torch else {}
     # In flight: two of gathers, two of reduce-scatters.

@@ -19,33 +19,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from gradwire_tools.sim.clock import Thread
 from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
 
 
-@dataclass(frozen=True)
-class Compute:
-    """The training thread is busy."""
+class StepAction(NamedTuple):
+    """What the training thread does: "compute" for as many seconds; "start" a collective, or "wait"
+    for its result."""
 
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start the collective with this number."""
-
-    job: int
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Wait for its result."""
-
-    job: int
-
-
-Action = Compute | Start | Wait
+    do: str
+    job: int = -1
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,31 +65,24 @@ class Times:
     decode: float = 0.0
 
 
-@dataclass(frozen=True)
-class Waits:
-    """Where the training thread waits.
-
-    Attributes:
-        blocking: for gathers of forward and for reduce-scatters, where they start.
-        prefetches: whether gathers of backward are started ahead, if `blocking`.
-    """
-
-    blocking: bool = False
-    prefetches: bool = True
-
-
 def order(
-    groups: Sequence[Times | None], backward_gather: str, waits: Waits
-) -> tuple[list[StepCollective], list[Action]]:
+    groups: Sequence[Times | None],
+    backward_gather: str,
+    blocking: bool = False,
+    prefetches: bool = True,
+) -> tuple[list[StepCollective], list[StepAction]]:
     """The collectives of a step, and what the training thread does.
 
     Args:
         groups: the blocks, then the root; None: a root without parameters.
         backward_gather: what backward does for a block's weights: "gather" them again, "decode"
             what forward kept, or "" (they are there).
+        blocking: whether the thread waits for gathers of forward and for reduce-scatters, where
+            they start.
+        prefetches: whether gathers of backward are started ahead, if `blocking`.
     """
     jobs: list[StepCollective] = []
-    actions: list[Action] = []
+    actions: list[StepAction] = []
     present = [(number, of) for number, of in enumerate(groups) if of is not None]
     last = [one for one in present if one[0] == len(groups) - 1]
     blocks = present[: len(present) - len(last)]
@@ -117,34 +96,34 @@ def order(
         """Compute one group after the other; those beyond `gathers` have their weights."""
 
         def start(at: int) -> None:
-            actions.extend(map(Start, gathers[at : at + 1]))
+            actions.extend(StepAction("start", gather) for gather in gathers[at : at + 1])
 
         for at in range(ahead):
             start(at)
         for at, time in enumerate(seconds):
             if not ahead:
                 start(at)
-            actions.extend(map(Wait, gathers[at : at + 1]))
+            actions.extend(StepAction("wait", gather) for gather in gathers[at : at + 1])
             if ahead:
                 start(at + ahead)
-            actions.append(Compute(time))
+            actions.append(StepAction("compute", seconds=time))
             yield
 
     forward, backward = last + blocks, blocks[::-1] + last
     gathers = [job("gather", *one) for one in forward]
-    for _ in walk(gathers, [of.forward for _, of in forward], 0 if waits.blocking else 2):
+    for _ in walk(gathers, [of.forward for _, of in forward], 0 if blocking else 2):
         pass
     again = blocks[::-1] if backward_gather == "gather" else []
     gathers = [job("gather", *one) for one in again]
     decodes = backward_gather == "decode"
     seconds = [of.backward + (of.decode if decodes else 0.0) for _, of in blocks[::-1]]
     seconds += [of.backward for _, of in last]
-    ahead = 1 if waits.prefetches or not waits.blocking else 0
-    before: list[Action] = []
+    ahead = 1 if prefetches or not blocking else 0
+    before: list[StepAction] = []
     for _, one in zip(walk(gathers, seconds, ahead), backward, strict=True):
         reduce = job("reduce", *one)
-        start, wait = Start(reduce), Wait(reduce)
-        actions += [start, wait] if waits.blocking else [*before, start]
+        start, wait = StepAction("start", reduce), StepAction("wait", reduce)
+        actions += [start, wait] if blocking else [*before, start]
         before = [wait]
     return jobs, actions + before
 
@@ -166,7 +145,7 @@ class TrainingThread:
         rank: SimulatedRank,
         jobs: Sequence[StepCollective],
         graphs: Sequence[TimedGraph],
-        actions: Sequence[Action],
+        actions: Sequence[StepAction],
     ) -> None:
         self.ended: float | None = None
         self.kernel_seconds = 0.0
@@ -184,12 +163,12 @@ class TrainingThread:
         """Perform actions until one takes time."""
         while self._actions:
             action = self._actions[0]
-            if isinstance(action, Wait) and action.job not in self._done:
+            if action.do == "wait" and action.job not in self._done:
                 return
             self._actions.popleft()
-            if isinstance(action, Start):
+            if action.do == "start":
                 self._start(action.job)
-            elif isinstance(action, Compute):
+            elif action.do == "compute":
                 self._computes = True
                 self._thread.do(action.seconds, self._computed)
                 return

@@ -1,11 +1,12 @@
 """`gradwire doctor --ranks N`: is the network the problem, and does compression pay?
 
-One training step is measured under DDP: with torch's fp32 all-reduce, with torch's fp16 hook, and
-with gradwire at 4 bits. The step has the parameters of a given model. Its computing is a stand-in:
-a linear layer of each parameter's shape, 64 rows per rank; or a pause of given length, for a device
-that computes while the CPU is free. The gradients live on the CPU and travel over gloo, or over
-shared memory where gradwire finds it. Methods take turns; a turn begins with a step that is not
-timed. Seconds are those of the slowest rank, and medians over turns.
+The links between all ranks are measured; then one training step under DDP: with torch's fp32
+all-reduce, with torch's fp16 hook, and with gradwire in bf16 and at 4 bits. The step has the
+parameters of a given model. Its computing is a stand-in: a linear layer of each parameter's shape,
+64 rows per rank; or a pause of given length, for a device that computes while the CPU is free. The
+gradients live on the CPU and travel over gloo, or over shared memory where gradwire finds it.
+Methods take turns; a turn begins with a step that is not timed. Seconds are those of the slowest
+rank, and medians over turns.
 
 A row per method: part ("step METHOD"), available, detail, method, ranks, net, numel, machines
 (how many the ranks are on), transport (of gradwire's messages), load and cores (of the busiest
@@ -17,8 +18,16 @@ machine: processes that ran or waited for a core in the minute before, on averag
     exposed_seconds         step_seconds - compute_seconds: what computing does not hide
     turn_seconds            step_seconds of every turn
 
-The last row: part "verdict", available (whether compression pays), detail (lines of text: the
-verdict first, the line to write last).
+Rows before these and the last one have part, available, detail, and more by part:
+
+    "network"    ranks, net, bandwidth and alpha (bits per second and seconds of latency, of the
+                 slowest pair), slowest (its ranks), card (that carries it: the name of one,
+                 "loopback", "shared memory", or null) and card_bits_per_s (null: not known)
+    "computing"
+    "kernels"    codec, kernel_seconds: to encode and decode in a step
+    "verdict"    available (whether 4 bits surely pay), detail (lines of text: the verdict first,
+                 the line to write last)
+
 All rows have `run` (gradwire_tools.bench.provenance).
 """
 
@@ -37,14 +46,15 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import ConfigError
-from gradwire.groups import communicator
-from gradwire.transport.shm_handshake import machine_name
+from gradwire.groups import communicator, release
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network import network_verdict
+from gradwire_tools.bench.network.surroundings import machines, slowest_link
 from gradwire_tools.bench.network.world import World, started_by_torchrun
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
+from gradwire_tools.bench.quantities import bandwidth, seconds
 from gradwire_tools.bench.rows import Row, row_kind
 from gradwire_tools.bench.train import methods
 from gradwire_tools.lab import Network
@@ -56,13 +66,21 @@ _STEP = (
     "exposed_seconds:amount turn_seconds:amounts"
 )
 _STEP_MORE = "machines:positive transport:text load:amount cores:positive"
+_FACT = "available:flag detail:text"
+_LINK = (
+    "ranks:positive net:text card:text? card_bits_per_s:amount? bandwidth:amount alpha:amount "
+    "slowest:integers"
+)
+_KERNELS = "codec:text numel:count kernel_seconds:amount"
 KINDS = (
+    row_kind("doctor", "available", f"{_FACT} {_LINK}", part="network"),
+    row_kind("doctor", "available codec", f"{_FACT} {_KERNELS}", part="kernels"),
     row_kind("doctor", "part available method", _STEP, _STEP_MORE),
     row_kind("doctor", "part available step_seconds", _STEP),
-    row_kind("doctor", "part available detail", "part:text available:flag detail:text"),
+    row_kind("doctor", "part available detail", f"part:text {_FACT}"),
 )
 
-METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
+METHODS = network_verdict.METHODS
 NUMEL = 5_000_000
 _LAYERS = 8
 _ROWS = 64  # of a batch, per rank
@@ -85,6 +103,7 @@ class MeasuredStep:
         shapes: of the parameters.
         compute_seconds: of the pause that stands for computing; None computes linear layers.
         turns: of all methods, at most; `budget_seconds` may end them after three.
+        surer: what would make the answer surer.
         timeout: seconds for ranks that are started here.
     """
 
@@ -95,9 +114,11 @@ class MeasuredStep:
     turns: int = 11
     budget_seconds: float = 60.0
     timeout: float = 600.0
+    surer: tuple[str, ...] = ()
 
     def measured(self) -> list[Row]:
-        """The seconds of every method, on ranks that are started here or as one of torchrun's."""
+        """The links, and every method's seconds, on ranks that are started here or as one of
+        torchrun's."""
         return workers.measured(self.world, self.timeout, measure, self)
 
 
@@ -140,13 +161,19 @@ def plan(
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
     size, here = models.numel(shapes), 1 if world.joins else world.count
     memory.check(f"a step of {size} values", 4 * size * copies(len(METHODS)) * here)
-    step = MeasuredStep(world, shapes, compute)
+    surer = {
+        "start it by torchrun on the real machines": not world.joins,
+        "give --model, or --compute of your own step": model is None and compute is None,
+        "leave --quick out": quick,
+    }
+    helps = tuple(how for how, would in surer.items() if would)
+    step = MeasuredStep(world, shapes, compute, surer=helps)
     return replace(step, turns=5, budget_seconds=15.0) if quick else step
 
 
 @stamped
 def run(wanted: MeasuredStep) -> Iterator[Row]:
-    """Yield the rows: a row per method, and the verdict.
+    """Yield the rows: network, computing, kernels, a row per method, and the verdict.
 
     Raises:
         ConfigError: this machine has no compiled kernels.
@@ -155,11 +182,32 @@ def run(wanted: MeasuredStep) -> Iterator[Row]:
     """
     for name in wanted.methods:
         methods.parse(name).check()
-    where = {**wanted.world.keys, "numel": models.numel(wanted.shapes)}
-    rows = [_row(seconds, where) for seconds in wanted.measured()]
+    where: Row = {**wanted.world.keys, "numel": models.numel(wanted.shapes)}
+    links, *measured = wanted.measured()
+    rows = [_row(one, where) for one in measured]
+    yield _fact("network", _told(links, where["net"]), **wanted.world.keys, **links)
+    yield _fact("computing", network_verdict.computing(rows))
+    took, numel = measured[-1]["kernels"], where["numel"]
+    told = f"{seconds(took)} per step to encode and decode {numel:,} values at 4 bits"
+    yield _fact("kernels", told, codec=network_verdict.OURS, numel=numel, kernel_seconds=took)
     yield from rows
-    pays, text = network_verdict.verdict(rows)
+    pays, text = network_verdict.verdict(rows, wanted.surer)
     yield {"part": "verdict", "available": pays, "detail": text}
+
+
+def _fact(part: str, detail: str, **known: Any) -> Row:
+    return {"part": part, "available": True, "detail": detail, **known}
+
+
+def _told(links: Row, net: str) -> str:
+    """The slowest link, and what carries it."""
+    (a, b), speed = links["slowest"], links["card_bits_per_s"]
+    emulated = "" if net in ("none", "as it is") else " (emulated)"
+    fast = "" if speed is None else f", a card of {bandwidth(speed)}"
+    return (
+        f"{bandwidth(links['bandwidth'])} and {seconds(links['alpha'])} of latency between ranks "
+        f"{a} and {b}, the slowest pair, over {links['card'] or 'an unknown card'}{emulated}{fast}"
+    )
 
 
 def _row(measured: Row, where: Row) -> Row:
@@ -289,11 +337,15 @@ class _Entrant:
 
 
 def measure(step: MeasuredStep) -> list[Row]:
-    """The seconds of every method's turns, in the group that exists; alike on all ranks.
+    """What links and every method's turns take, in the group that exists; alike on all ranks.
 
     Methods take turns, in an order that rotates.
     """
     load = os.getloadavg()[0]  # of the minute before
+    progress("links", 0, 1)
+    comm = communicator()
+    where, card = machines(comm, load)
+    links = slowest_link(comm) | card
     torch.manual_seed(dist.get_rank())
     of = [[make(shape) for shape in step.shapes] for make in (torch.zeros, torch.randn)]
     pause = step.compute_seconds
@@ -303,7 +355,9 @@ def measure(step: MeasuredStep) -> list[Row]:
             entrant.turn()
         for times in entrant.times.values():
             times.clear()
-    where = _where(load)
+    handle = entrants[-1].applied.handle
+    assert handle is not None
+    before = handle.stats()
     begun = time.monotonic()
     for turn in range(step.turns):
         progress(f"turns of {', '.join(step.methods)}", turn, step.turns)
@@ -314,22 +368,17 @@ def measure(step: MeasuredStep) -> list[Row]:
         first = turn % len(entrants)
         for entrant in entrants[first:] + entrants[:first]:
             entrant.turn()
+    where["kernels"] = _kernel_seconds(before, handle.stats())
     for entrant in entrants:
         entrant.applied.remove()
-    return [{"method": entrant.name, **entrant.times, **where} for entrant in entrants]
+    assert dist.group.WORLD is not None
+    release(dist.group.WORLD)  # before rank 0, which has the store, may end
+    return [links, *({"method": one.name, **one.times, **where} for one in entrants)]
 
 
-def _where(load: float) -> Row:
-    """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's load
-    and cores."""
-    transport = communicator().transport
-    own = machine_name(), getattr(transport, "name", type(transport).__name__)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (*own, load, os.cpu_count() or 1))
-    machines, transports, loads, cores = zip(*found, strict=True)
-    busiest = max(range(len(found)), key=lambda rank: float(loads[rank] / cores[rank]))
-    names = {name for one in transports for name in one.split("+")}
-    return {
-        "machines": len(set(machines)), "transport": "+".join(sorted(names)),
-        "load": round(loads[busiest], 2), "cores": cores[busiest],
-    }  # fmt: skip
+def _kernel_seconds(before: Row, after: Row) -> float:
+    """Of a step between two looks at a handle's totals, on the slowest rank."""
+    spent, steps = (after[key] - before[key] for key in ("kernel_seconds", "steps"))
+    mean = torch.tensor(spent / steps, dtype=torch.float64)
+    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
+    return float(mean)

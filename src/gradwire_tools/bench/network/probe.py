@@ -29,8 +29,8 @@ from gradwire import __version__, codecs, groups
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.lang.native import cache
+from gradwire.planner.files import write_whole
 from gradwire.planner.links import MOST_SECONDS, measure_links, measure_sends
-from gradwire.planner.whole import write_whole
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.micro import curves
 from gradwire_tools.bench.network.world import World

@@ -119,6 +119,7 @@ class ShardedMethod:
         applied, handle = Applied(lambda steps: {}), None
         if self.ours:
             given = {"weights": self.weights, **self.options}
+            given["options"] = gradwire.Options(keep=given.pop("keep", None))
             handle = compiled(gradwire.attach(model, self.gradients, **given))
             applied = of_handle(handle)
 

@@ -31,7 +31,7 @@ from urllib.parse import quote
 import torch
 
 from gradwire.errors import ConfigError
-from gradwire.planner.whole import write_whole
+from gradwire.planner.files import write_whole
 
 State = dict[str, Any]
 

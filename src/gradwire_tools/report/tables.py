@@ -1,0 +1,335 @@
+"""`gradwire report FILE... --table`: tables in Markdown, which `pages` fills into README and docs.
+
+Of trainings there is one per run, task and number of ranks. Times to the target and gains are those
+of the page, by the same rules (`gain`): nothing within noise is called a gain. Losses stand in a
+table as gains do. The commands behind the rows follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from gradwire.errors import ConfigError
+from gradwire_tools.bench.quantities import (
+    DASH,
+    digits,
+    network,
+    percent,
+    rate,
+    seconds,
+    size,
+    times,
+)
+from gradwire_tools.bench.train.rows import FULL, Baselines, length
+from gradwire_tools.report import learning, predictions
+from gradwire_tools.report.gain import Gain, Standing, of_summaries
+from gradwire_tools.report.rows import Row, grouped, read, sort, split
+from gradwire_tools.report.training import MODEL, gain_map
+
+Kinds = dict[str, list[Row]]  # rows by the name of their kind
+Runs = Sequence[Sequence[Row]]
+
+_COST = 0.01  # of fp32's metric, that is no loss
+_LEGEND = (
+    "A number is the gain. Bold: faster than the best 16-bit baseline (*1*); plain: within noise, "
+    "or too few seeds to judge."
+)
+
+
+def table(files: Iterable[Path], kinds: Sequence[str] = (), task: str | None = None) -> str:
+    """The tables of rows of files.
+
+    Args:
+        kinds: of `KINDS`, one at most; else a line per network and method.
+        task: of its rows alone.
+
+    Raises:
+        ConfigError: a file cannot be read, there are no rows for the table, or the arguments do not
+            go together.
+    """
+    for kind in kinds[1:]:
+        raise ConfigError(f"--{kinds[0]} and --{kind} are both given: leave one of them out")
+    kind = kinds[0] if kinds else ""
+    if task and kind in ("choices", "parts"):
+        raise ConfigError(f"--{kind} has rows of no task: leave --task out")
+    found = sort(row for file in files for row in read(file))
+    for name in ("bench train", "decisions"):
+        found[name] = [row for row in found[name] if task in (None, row["task"])]
+    made, lacking = KINDS[kind]
+    if text := made(found):
+        return text
+    which = "" if task is None else f" of the task {task!r}"
+    raise ConfigError(f"there are no {lacking.format(which)}")
+
+
+def _by_training(kinds: Kinds, lines: Callable[[Runs], list[str]]) -> str:
+    """A method is compared with the baselines of its own run, not with those of another's seeds."""
+    made = []
+    for mine in grouped(kinds["bench train"], *MODEL, "run").values():
+        runs = _by_network(mine)
+        if runs:
+            made.append(_with_commands([_about(mine), "", *lines(runs)], mine))
+    return "\n\n".join(made)
+
+
+def _by_network(rows: Sequence[Row]) -> Runs:
+    """The rows of each network, slow ones first; those without summaries are left out."""
+    runs = [mine for mine in grouped(rows, "net", "composed").values() if split(mine)[0]]
+    return sorted(runs, key=lambda mine: rate(mine[0]["net"]))
+
+
+def _about(rows: Sequence[Row]) -> str:
+    summaries, _ = split(rows)
+    first = summaries[0]
+    said = f"Task `{first['task']}`, {first['ranks']} ranks"
+    if first.get("parameters"):
+        said += f", {first['parameters']:,} parameters"
+    seeds = first.get("seeds") or ()
+    if seeds:
+        said += f", seeds {', '.join(map(str, seeds))}"
+    return f"{said}, {length(summaries)}:"
+
+
+def _lines(runs: Runs) -> list[str]:
+    """A line per network and method."""
+    cells = []
+    for run in runs:
+        summaries, evaluations = split(run)
+        gains, full = of_summaries(summaries, evaluations), _full(summaries)
+        net = network(run[0]["net"]) + (", composed" if run[0].get("composed") else "")
+        for row in summaries:
+            told = ["for timing only", *[DASH] * 3]
+            if not row.get("timing_only"):
+                told = [learning.time_reached(row), _gain(gains[row["method"]])]
+                told += _learned(row, full)
+            cells.append([net, f"`{row['method']}`", seconds(row["step_seconds"]), *told])
+            net = ""
+    heads = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
+    return _table(heads, cells)
+
+
+def _grid(runs: Runs) -> list[str]:
+    """A line per method: its gain on each network, then what it learned, on the slowest."""
+    chart, (summaries, _) = gain_map(runs), split(runs[0])
+    gains, full = dict(chart.rows), _full(summaries)
+    cells = []
+    for row in summaries:
+        if not row.get("timing_only"):
+            line = [f"`{row['method']}`", *(_gain(one, True) for one in gains[row["method"]])]
+            cells.append([*line, *_learned(row, full), digits(row["final_metric"], 4)])
+    heads = ["method", *chart.columns, "last loss", "against fp32", "last metric"]
+    return [*_table(heads, cells), "", _LEGEND]
+
+
+def _full(summaries: Sequence[Row]) -> Row | None:
+    return next((row for row in summaries if row["method"] == FULL), None)
+
+
+def _learned(row: Row, full: Row | None) -> list[str]:
+    """The last loss, and how it compares with fp32's."""
+    if row["final_loss"] is None:
+        return ["not finite", DASH]
+    return [digits(row["final_loss"], 4), learning.loss_verdict(row, full)[1]]
+
+
+def _gain(gain: Gain | None, short: bool = False) -> str:
+    """A gain bold, a loss named, all else with its verdict; `short`: if it is more than noise."""
+    if gain is None or gain.standing is Standing.NEVER:
+        return DASH if gain is None else "loses"
+    if gain.ratio is None:
+        return gain.text
+    if short and gain.standing is Standing.BAR:
+        return "*1*"
+    told = times(gain.ratio)
+    if gain.standing is Standing.GAIN:
+        return f"**{told}**"
+    if short and gain.standing in (Standing.NOISE, Standing.UNJUDGED):
+        return told
+    return f"{told}, {'loses' if gain.standing is Standing.LOSS else gain.standing.value}"
+
+
+def _best(kinds: Kinds) -> str:
+    """Networks x tasks: the three methods with the highest gains, among those whose last metric is
+    nowhere more than `_COST` worse than fp32's; and in how many cells each leads. Of several runs a
+    method's highest gain counts."""
+    cells: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    lost = set()
+    for mine in grouped(kinds["bench train"], *MODEL, "run", "net", "composed").values():
+        summaries, evaluations = split(mine)
+        gains, full = of_summaries(summaries, evaluations), _full(summaries)
+        for row in summaries:
+            ratio, cost = gains[row["method"]].ratio, _cost(row, full)
+            if ratio is None or cost is None or cost > _COST:
+                lost.add(row["method"])
+            else:
+                of_cell = cells.setdefault((row["net"], row["task"]), {})
+                known = of_cell.get(row["method"], (0.0, 0.0))
+                of_cell[row["method"]] = max(known, (ratio, cost))
+    if not cells:
+        return ""
+    tasks = list(dict.fromkeys(name for _, name in cells))
+    lines, leads = [], Counter[str]()
+    for net in sorted({net for net, _ in cells}, key=rate):
+        line = [network(net)]
+        for name in tasks:
+            of_cell = cells.get((net, name), {})
+            found = [method for method in of_cell if method not in lost]
+            found.sort(key=lambda method: of_cell[method], reverse=True)
+            leads.update(found[:1])
+            told = [f"`{m}` {times(of_cell[m][0])} ({-100 * of_cell[m][1]:+.1f} %)" for m in found]
+            line.append("; ".join(told[:3]) or DASH)
+        lines.append(line)
+    said = ", ".join(f"`{name}` {number}" for name, number in leads.most_common())
+    return "\n".join([*_table(["network", *tasks], lines), "", f"Highest gains: {said}."])
+
+
+def _cost(row: Row, full: Row | None) -> float | None:
+    """How much worse than fp32's a last metric is; None of torch's own methods."""
+    if full is None or row["method"].startswith("torch-") or row.get("timing_only"):
+        return None
+    better = 1 if row["metric_name"] == "accuracy" else -1
+    return float(better * (1 - row["final_metric"] / full["final_metric"]))
+
+
+def _steps(kinds: Kinds) -> str:
+    """Methods x networks: medians of steps, in brackets over that of the best 16-bit baseline on
+    the network. Unlike gains they may come from several runs of the same training."""
+    columns = [split(run)[0] for run in _by_network(kinds["bench train"])]
+    if not columns:
+        return ""
+    heads = ["method", "sent per step", *(network(summaries[0]["net"]) for summaries in columns)]
+    cells = []
+    for first in columns[0]:
+        line = [f"`{first['method']}`", size(first.get("wire_bytes_per_step"))]
+        for summaries in columns:
+            bar = Baselines.of_rows(summaries).best(summaries, "step_seconds") or {}
+            mine = next((r for r in summaries if r["method"] == first["method"]), {})
+            line.append(_beside(mine.get("step_seconds"), bar.get("step_seconds")))
+        cells.append(line)
+    return _with_commands(_table(heads, cells), kinds["bench train"])
+
+
+def _choices(kinds: Kinds) -> str:
+    """Of the rows of `bench planner`; what is expected is bold where it is off by much."""
+    found, cells = kinds["bench planner"], []
+    for (net,), mine in grouped(found, "net").items():
+        name = network(net)
+        for row in mine:
+            off = percent(1 + row["error"])
+            line = [
+                name,
+                size(row["nbytes"]),
+                f"`{row['method']}` by {row['algorithm']}",
+            ]
+            line += [seconds(row["seconds"]), seconds(row["expected_seconds"])]
+            line += [off if abs(row["error"]) <= predictions.TRUE else f"**{off}**"]
+            line += [f"`{row['best_method'].removeprefix('gradwire:')}`", times(row["ratio"])]
+            cells.append(line)
+            name = ""
+    heads = ["network", "gradient", "choice", "took", "expected", "off by", "fastest", "ratio"]
+    return _with_commands(_table(heads, cells), found) if found else ""
+
+
+def _parts(kinds: Kinds) -> str:
+    """Of the rows of `bench ablation`: parts x models, in the lab and in the simulator."""
+    found = kinds["bench ablation"]
+    columns = grouped(found, "model", "net", "ranks", "where")
+    heads = ["part", *(f"{model}, {net}, {n} ranks, {where}" for model, net, n, where in columns)]
+    cells = []
+    for part in dict.fromkeys(row["part"] for row in found):
+        told = [{row["part"]: _part(row) for row in of} for of in columns.values()]
+        cells.append([part, *(of.get(part, DASH) for of in told)])
+    return _with_commands(_table(heads, cells), found) if found else ""
+
+
+def _part(row: Row) -> str:
+    cut = "" if row["cut"] is None else f" ({percent(1 - row['cut'])})"
+    return seconds(row["synchronisation_seconds"]) + cut
+
+
+def _auto(kinds: Kinds) -> str:
+    """Two tables of automatic mode. Methods x networks: means of steps after the first evaluation
+    that follows its last decision, in brackets over those of the fastest that was chosen by hand.
+    And what it tried: what a pass took; a star marks what it then used."""
+    decided = [row for row in kinds["decisions"] if row.get("tried")]
+    decided.sort(key=lambda row: rate(row["net"]))
+    if not decided:
+        return ""
+    of_run = ("task", "net", "run", "seed")
+    runs = grouped(split(kinds["bench train"])[1], *of_run)
+    columns = []
+    for place, (*_, last) in grouped(decided, *of_run).items():
+        columns.append((last, _settled(runs.get(place, []), last["step"])))
+    heads = ["method", *(f"{row['task']}, {network(row['net'])}" for row, _ in columns)]
+    fastest = [
+        min((took for name, took in of.items() if not name.startswith("auto")), default=None)
+        for _, of in columns
+    ]
+    cells = []
+    for method in dict.fromkeys(name for _, of in columns for name in of):
+        mine = [of.get(method) for _, of in columns]
+        cells.append([f"`{method}`", *map(_beside, mine, fastest)])
+    lines, cells = [*_table(heads, cells), ""], []
+    for row in decided:
+        at = [row["task"], network(row["net"])]
+        for one in row["tried"]:
+            star = "\\*" if one["used"] else ""
+            cells.append([*at, one["setting"] + star, seconds(one["seconds"])])
+            at = ["", ""]
+    return _with_commands([*lines, *_table(["task", "network", "tried", "took"], cells)], decided)
+
+
+def _settled(run: Sequence[Row], decided: int) -> dict[str, float]:
+    """Seconds of a step by method, of those with two evaluations since. Methods take turns: they
+    share what else the machine did."""
+    found = {}
+    for (method,), mine in grouped([r for r in run if r["step"] >= decided], "method").items():
+        steps = sorted(mine, key=lambda row: int(row["step"]))
+        first, last = steps[0], steps[-1]
+        if last["step"] > first["step"]:
+            took = last["seconds"] - first["seconds"]
+            found[str(method)] = took / (last["step"] - first["step"])
+    return found
+
+
+def _beside(took: float | None, other: float | None) -> str:
+    """Seconds, in brackets over another's."""
+    if took is None:
+        return DASH
+    return seconds(took) + (f" ({took / other:.2f})" if other else "")
+
+
+def _table(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *cells]
+    return [f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |" for line in lines]
+
+
+def _with_commands(lines: Iterable[str], rows: Sequence[Row]) -> str:
+    """A table, and the commands behind its rows."""
+    runs = [row["run"] for row in rows if isinstance(row.get("run"), dict)]
+    made = [
+        f"- `{run.get('command')}` at {run.get('commit') or 'no git checkout'}, "
+        f"{run.get('machine')}"
+        for run in runs
+    ]
+    return "\n".join([*lines, "", *dict.fromkeys(made)])
+
+
+_TRAINED = "summary rows of `gradwire bench train`"
+_OTHERS = (
+    f"{_TRAINED}{{}}: --choices and --parts print rows of the planner and of the ablation, "
+    "`gradwire report` all others"
+)
+# By option: what makes a table, and what there is none of where it is empty.
+KINDS: dict[str, tuple[Callable[[Kinds], str], str]] = {
+    "": (partial(_by_training, lines=_lines), _OTHERS),
+    "gains": (partial(_by_training, lines=_grid), _OTHERS),
+    "best": (_best, f"{_TRAINED} with gains"),
+    "steps": (_steps, _TRAINED),
+    "choices": (_choices, "rows of `gradwire bench planner`"),
+    "parts": (_parts, "rows of `gradwire bench ablation`"),
+    "auto": (_auto, "rows in which automatic mode tried settings"),
+}

@@ -1,0 +1,152 @@
+"""`gradwire report --table`: gains and losses by the report's rules, with the commands behind them.
+
+What the tables of docs show of stored rows, tests_tools/docs/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_rows import DECISION, KERNEL, METHODS, RUN, TRIED, train_rows
+
+from command_line import refusal, run
+from gradwire_tools.report import learning
+
+Rows = list[dict[str, Any]]
+Made = Callable[..., str]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    """What the command prints of rows; or its complaint."""
+
+    def of(rows: Rows, *options: str, refused: bool = False) -> str:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        words = ["report", str(file), "--table", *options]
+        if refused:
+            complaint, fault = refusal(*words)
+            assert not fault
+            return complaint
+        ran = run(*words)
+        assert (ran.code, ran.err) == (0, "")
+        return ran.out
+
+    return of
+
+
+def test_what_is_not_judged_is_not_bold(made: Made) -> None:
+    for rows in (train_rows(step=0.47, losses=(3.0,) * 3), train_rows(step=0.1, losses=(3.0,))):
+        for form in ([], ["--gains"]):
+            assert "**" not in made(rows, *form)
+    assert "**5.00×**" in made(train_rows(step=0.1, losses=(3.0,) * 3))
+
+
+def test_the_best_cost_no_accuracy_on_any_network(made: Made) -> None:
+    def trained(net: str, method: str, metric: float, step: float, run: str = "first") -> Rows:
+        found = []
+        for row in train_rows(net, step=step, losses=(3.0,)):
+            other = row["method"] == METHODS[2]
+            renamed = {"method": method} if other else {}
+            found.append({**row, **renamed, "final_metric": metric if other else 4.0})
+        by = {**RUN, "command": f"{method} on {net}, {run}"}
+        return [{**row, "run": by, "metric_name": "bits per byte"} for row in found]
+
+    slow, fast = "100mbit,1ms", "10gbit,1ms"
+    rows = [
+        *trained(slow, "good", 4.039, 0.1), *trained(fast, "good", 3.9, 0.4),
+        *trained(slow, "faster", 4.0, 0.05), *trained(fast, "faster", 4.041, 0.05),
+        *trained(slow, "good", 4.02, 0.2, "again"),
+    ]  # fmt: skip
+    assert made(rows, "--best").splitlines()[2:] == [
+        "| 100 Mbit/s, 1 ms latency | `good` 5.00× (-1.0 %) |",
+        "| 10 Gbit/s, 1 ms latency | `good` 1.25× (+2.5 %) |",
+        "",
+        "Highest gains: `good` 2.",
+    ]
+    accuracy = [{**row, "metric_name": "accuracy"} for row in trained(slow, "good", 3.9, 0.1)]
+    assert "with gains" in made(accuracy, "--best", refused=True)
+
+
+def test_a_target_that_the_untrained_model_meets_is_named(made: Made) -> None:
+    rows = train_rows()
+    for row in rows:
+        if row["row"] == "summary":
+            row["time_to_target"], row["time_to_target_by_seed"] = 0.0, [0.0]
+    assert made(rows).count("| before training | – |") == len(METHODS)
+    said = learning.time_to_loss([], [row for row in rows if row["row"] == "summary"]).answers[0]
+    assert "which the untrained model meets, so times to it say nothing" in said
+
+
+def test_timing_only_and_not_finite_rows_are_named(made: Made) -> None:
+    rows = train_rows()
+    for row in rows:
+        if row["row"] == "summary" and row["method"] == METHODS[2]:
+            row["final_loss"] = row["time_to_target"] = None
+            row["time_to_target_by_seed"] = [None]
+        if row["row"] == "summary" and row["method"] == METHODS[0]:
+            row["timing_only"] = True
+    out = made(rows)
+    assert "| not reached | loses | not finite | – |" in out
+    assert "| 1.00 s | for timing only | – | – | – |" in out
+
+
+def test_each_command_has_its_own_table_and_baselines(made: Made) -> None:
+    def told(rows: Rows, command: str) -> Rows:
+        return [{**row, "run": {**row["run"], "command": command}} for row in rows]
+
+    rows = [*told(train_rows(step=0.1), "first"), *told(train_rows(step=2.0), "second")]
+    first, second = (made(told(train_rows(step=step), name)) for step, name in
+                     ((0.1, "first"), (2.0, "second")))  # fmt: skip
+    assert made(rows) == f"{first}\n{second}"
+    later = {**RUN, "date": "2026-01-02T00:00:00+00:00"}
+    rows = [*train_rows(step=0.1), *({**row, "run": later} for row in train_rows(step=2.0))]
+    assert made(rows).count("Task `gpt`") == 2
+
+
+def test_rows_without_summaries_are_refused(made: Made) -> None:
+    trained = "no summary rows of `gradwire bench train`"
+    for rows, options, said in (
+        ([KERNEL], "", trained),
+        ([KERNEL], "--gains", trained),
+        ([KERNEL], "--best", f"{trained} with gains"),
+        ([KERNEL], "--steps", trained),
+        ([KERNEL], "--parts", "no rows of `gradwire bench ablation`"),
+        ([KERNEL], "--choices", "no rows of `gradwire bench planner`"),
+        ([KERNEL], "--auto", "no rows in which automatic mode tried settings"),
+        (train_rows(), "--task image", "of the task 'image': --choices and --parts"),
+        (train_rows(), "--gains --best", "--gains and --best are both given"),
+        (train_rows(), "--choices --task gpt", "--choices has rows of no task: leave --task out"),
+    ):
+        assert said in made(rows, *options.split(), refused=True)
+    for option in ("--gains", "--task=gpt"):
+        assert "is for a table: give --table" in refusal("report", "any", option)[0]
+
+
+def test_automatic_mode_has_its_tables(made: Made) -> None:
+    """Steps after its last decision; of a method that ended before, none are known."""
+    rows = [
+        {**row, "method": "auto"} if row["method"] == METHODS[2] else row
+        for row in train_rows(step=0.1)
+        if row["row"] == "evaluation" and (row["method"], row["step"]) != (METHODS[1], 20)
+    ]
+    decided = {**DECISION, "seed": 0, "run": RUN}
+    last = {**decided, "step": 10, "tried": TRIED}
+    out = made([*rows, decided, {**last, "step": 5}, last], "--auto")
+    of_net = "gpt, 300 Mbit/s, 1 ms latency"
+    assert out.splitlines()[:5] == [
+        f"| method | {of_net} |",
+        "| --- | --- |",
+        "| `torch-fp32` | 1.00 s (1.00) |",
+        "| `auto` | 100 ms (0.10) |",
+        "",
+    ]
+    assert out.splitlines()[7:9] == [
+        "| gpt | 300 Mbit/s, 1 ms latency | qsgd by sra\\* | 100 ms |",
+        "|  |  | bf16 by sra | 12.0 s |",
+    ]
+    assert "tried settings" in made([*rows, decided], "--auto", refused=True)
