@@ -11,6 +11,7 @@ from gradwire.lang import Codec
 from gradwire.planner.kernel_costs import FORMS
 from gradwire_tools.sim import Curves, Net, Scenario
 from gradwire_tools.sim.curves import Curve, Software
+from gradwire_tools.sim.models import Shapes
 from gradwire_tools.sim.rank import Overheads
 
 QSGD = codecs.get("qsgd")
@@ -40,7 +41,7 @@ USUAL = curves(
 )
 
 
-def scenario(ranks: int, model: str, algorithm: str = "sra", **given: Any) -> Scenario:
+def scenario(ranks: int, model: str | Shapes, algorithm: str = "sra", **given: Any) -> Scenario:
     """QSGD at 1gbit,1ms; `given` are fields of Scenario or of Options."""
     options = {k: given.pop(k) for k in list(given) if k in Options.__dataclass_fields__}
     defaults: dict[str, Any] = {"net": GBIT, "codec": QSGD}

@@ -143,6 +143,10 @@ SIM = [
     ("--backward -1", "backward"),
     ("--codec qsdg", "qsdg"),
     ("--codec qsgd:algorithm=ring", "--algorithm"),
+    ("--codec none", "leave it out here"),
+    ("--codec powersgd --model 64x64", "no curves for powersgd(rank=2), error feedback"),
+    ("--codec powersgd", "rank=2 does not shrink a matrix of 1 x 10000"),
+    ("--codec topkc --model llama-7b", "a scope of more than 1073741824 values"),
     ("--codec qsgd:error_feedback=3", "error_feedback"),
     ("--codec ''", "--codec is empty"),
     ("--algorithm star", "star"),
@@ -163,6 +167,7 @@ SIM = [
     ("--plot plot.pdf", "plot.pdf"),
     ("--plot 'no such folder/plot.png'", "existing folder"),
     ("--codec terngrad", "no curve"),
+    ("--sharded --methods gradwire:w=bf16:g=powersgd", "FSDP2 scatters through a single"),
     ("--sharded --codec qsgd", "give --methods, as in qsdp:w=8:g=8"),
     ("--sharded --methods torch-fp32", "unknown method 'torch-fp32'"),
     ("--sharded --methods qsdp:w=8", "write qsdp:w=BITS:g=BITS"),
@@ -190,6 +195,8 @@ PLAN = [
     ("--model 1e6 --net 1gbit --codec zip", "zip"),
     ("--model 1e6 --net 1gbit --codec none", "leave it out here"),
     ("--model 1e6 --net 1gbit --codec qsgd:bits=2", "no curve for encode"),
+    ("--model 1e3x1e3 --net 1gbit --codec powersgd", "no curves for powersgd"),
+    ("--model 1e6 --net 1gbit --codec powersgd:rank=8", "rank=8 does not shrink a matrix of 1"),
 ]
 OTHERS = [
     ("nonsense", "--help"),

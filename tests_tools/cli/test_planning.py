@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from command_line import refusal, rows_of, run
+from gradwire.aggregators import PowerSGD
 from gradwire.codecs import QSGD, Cast, Identity
 from gradwire.planner import Rules, make_plan
 from gradwire.planner.files import PlanFile, differences
@@ -34,6 +35,7 @@ from machines import priced
 from ranks import as_processes, refuses
 
 MODEL = "256x1024,4096x512,64x64"
+LOW = "powersgd:rank=8"  # the last of the default methods
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def file(tmp_path: Path) -> Path:
     seconds = {QSGD(bits=4): 1e-9, Cast("bf16"): 3e-10, Identity(): 1e-10}
     prices = {codec: (2e-6, value, value) for codec, value in seconds.items()}
     engine, link = Overheads(start=1e-4, task=5e-6), Software(overhead=2e-5)
-    priced(prices, engine=engine, link=link).save(tmp_path / "curves.json")
+    known = priced(prices, engine=engine, link=link)
+    computing = {"powersgd(rank=8), error feedback": [(2e-5, 5e-10, 0.0)] * 3}
+    replace(known, aggregators=computing).save(tmp_path / "curves.json")
     return tmp_path / "curves.json"
 
 
@@ -55,19 +59,26 @@ def test_a_slow_network_and_a_fast_one(file: Path) -> None:
         )
         assert [row["numel"] for row in layers] == [4096, 1 << 18, 1 << 21]
         assert layers[-1]["compress"] is pays
-        assert {row["method"] for row in settings} == {"none", "bf16", "qsgd:bits=4"}
+        assert {row["method"] for row in settings} == {"none", "bf16", "qsgd:bits=4", LOW}
+        assert {row["method"] for row in layers} == {"qsgd:bits=4"}
         times = [row["seconds"] for row in settings]
         assert times == sorted(times)
         assert verdict["compress"] is pays
-        assert (verdict["method"] == "qsgd:bits=4") is pays
+        assert (verdict["method"] == LOW) is pays
         assert ("best:" in verdict["detail"]) is not pays
-        gains = [1 / (1 - row["saves"]) for row in settings if row["method"] == "qsgd:bits=4"]
+        gains = [1 / (1 - row["saves"]) for row in settings if row["method"] == LOW]
         assert (f", {gains[0]:.3g} times faster than " in verdict["detail"]) is pays
         line = 'Write: gw.attach(model, "' if pays or verdict["method"] == "bf16" else "leave the"
         assert line in verdict["detail"].splitlines()[-1]
         assert all(row["ranks"] == 2 and row["net"] == net for row in found)
     told = run("plan", *given).err
-    assert told.startswith("simulating none by sra; codec: 1 of 3\n")
+    assert told.startswith("simulating none by sra; codec: 1 of 4\n")
+
+
+def test_a_default_that_shrinks_no_matrix_is_left_out(file: Path) -> None:
+    found = rows_of("plan", "--model", "1e6", "--net", "1gbit", "--curves", str(file))
+    methods = {row["method"] for row in found if row["part"] == "setting"}
+    assert methods == {"none", "bf16", "qsgd:bits=4"}
 
 
 def test_the_table_tells_settings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,22 +187,22 @@ def test_plans_for_a_given_network_and_for_that_of_torchrun_are_attached(
 ) -> None:
     given, torchrun, rows = (str(tmp_path / name) for name in ("given", "torchrun", "rows"))
     words = ["plan", "--shapes", str(shapes), "--curves", str(file), "--save"]
-    network = ["--net", "10mbit,5ms", "--ranks", "2", "--backward", "0.01"]
+    network = ["--net", "1mbit,5ms", "--ranks", "2", "--backward", "0.01"]
     found = rows_of(*words, given, *network)
     best = min((row for row in found if row["part"] == "setting"), key=lambda row: row["seconds"])
-    assert best["method"] == "qsgd:bits=4"
+    assert best["method"] == LOW
     saved = PlanFile.read(given)
     assert saved.planned == {
         **{key: best[key] for key in ("algorithm", "segments", "coordinated", "coalesce_bytes")},
         "seconds": best["seconds"],
         "backward_seconds": 0.01,
         "ranks": 2,
-        "net": "10mbit,5ms",
+        "net": "1mbit,5ms",
     }
-    assert "planned for 2 ranks on 10mbit,5ms\n" in run("plan", "show", given).out
+    assert "planned for 2 ranks on 1mbit,5ms\n" in run("plan", "show", given).out
     least = max(best["least"], 1)
     assert {name: row["gradient"] for name, row in saved.rows.items()} == {
-        name: "qsgd:bits=4" if len(shape) > 1 and math.prod(shape) >= least else "none"
+        name: LOW if math.prod(shape) >= least and PowerSGD(8).shrinks(shape) else "none"
         for name, shape in PlanFile.read(shapes).every_shape(shapes).items()
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

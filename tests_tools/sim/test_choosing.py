@@ -10,6 +10,7 @@ import pytest
 
 from command_line import refused
 from gradwire import Options, codecs
+from gradwire.aggregators import registry
 from gradwire.codecs import QSGD, TopK
 from gradwire.lang import Codec
 from gradwire_tools.sim import Curves, Net, choice
@@ -163,6 +164,21 @@ def test_a_sparse_codec_sends_less_than_a_dense_one() -> None:
     assert found.of(codec).wire_bytes < found.of(CODEC).wire_bytes < found.of(HALF).wire_bytes
 
 
+def test_an_aggregator_competes_with_codecs() -> None:
+    """It sends least; what it computes decides."""
+    low = registry.get("powersgd:rank=4")
+    for value, best in ((1e-9, low), (1e-5, CODEC)):
+        stages = {"powersgd(rank=4), error feedback": [(0.0, value, 0.0)] * 3}
+        given = replace(curves(), aggregators=stages)
+        found = choose(situation(1e8, curves=given, shapes=LAYERS), [CODEC, low])
+        assert found.best.setting.codec == best
+        assert found.of(low).wire_bytes < found.of(CODEC).wire_bytes
+        settings = [one.setting for one in found.every if one.setting.codec == low]
+        assert {one.least for one in settings} == {0}
+        assert len({one.options.algorithm for one in settings}) == 5
+        assert choice.name(low) in str(found.of(low).setting)
+
+
 def test_single_gradients_by_the_formulas() -> None:
     for algorithm in ("sra", "ring", "tree", "all_gather", "parameter_server"):
         slow = decisions(situation(1e8, ranks=4), CODEC, algorithm)
@@ -201,6 +217,10 @@ def test_impossible_situations_are_refused() -> None:
         (partial(situation, 1e9, ranks=1), "one rank sends nothing"),
         (partial(situation, 1e9, ranks=4, per_node=3), "divides the 4 ranks"),
         (partial(choose, situation(1e9), [QSGD(bits=2)]), "no curve for encode"),
+        (
+            partial(choose, situation(1e9), [registry.get("powersgd:rank=1000")]),
+            "defined in no algorithm: no parameter can be compressed; parameter parameter 0: rank",
+        ),
         (partial(codecs.get, "none"), '"none" is no codec but its absence: leave it out here'),
     ]
     refused(lambda call: call(), cases)

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from command_line import refused
 from gradwire import codecs
+from gradwire.aggregators import ErrorFeedback, registry
 from gradwire.planner import kernel_costs
+from gradwire_tools.bench.micro import curves as measuring
 from gradwire_tools.sim import Net, Scenario, calibrate, curves, predict
 from gradwire_tools.sim.rank import Overheads
 from machines import FREE, IDENTITY, QSGD, USUAL, scenario
@@ -19,7 +22,8 @@ from machines import curves as made
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    for known in (USUAL, FREE):
+    computing = {"powersgd(rank=2), error feedback": [(1e-5, 2e-10, 0.0), (0.0, 1e-10, 1e-12)]}
+    for known in (USUAL, FREE, replace(USUAL, aggregators=computing)):
         known.save(tmp_path / "curves.json")
         assert curves.load(tmp_path / "curves.json") == known
 
@@ -39,6 +43,8 @@ NO_CURVES = [
     '{"codecs": {"x": {"encode": [1, 2]}}}',
     '{"codecs": {"x": {"encode": [1, 2, -3]}}}',
     '{"codecs": {"x": {"encode": ["fast", 2, 3]}}}',
+    '{"codecs": {}, "aggregators": {"x": [1, 2, 3]}}',
+    '{"codecs": {}, "aggregators": {"x": [[1, 2, -3]]}}',
     '{"codecs": {}, "engine": {"speed": 1}}',
     '{"codecs": {}, "engine": {"start": -1}}',
     '{"codecs": {}, "link": {"stack": "slow"}}',
@@ -83,6 +89,19 @@ def test_kernels_have_curves_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found) == set(kernel_costs.FORMS)
     for form, (call, value, payload) in found.items():
         assert call + (1 << 14) * (value + 7 * payload) > 0, form
+
+
+def test_aggregators_have_curves_of_their_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those matrices that rank 16 shrinks; else there is one round."""
+    monkeypatch.setattr(measuring, "_SIDES", (16, 64, 128))
+    monkeypatch.setattr(measuring, "_VALUES", 1 << 15)
+    threads = torch.get_num_threads()
+    for name, rounds in (("powersgd:rank=16", 2), ("artopk", 2), ("globaltopk", 1)):
+        found = measuring.computing(ErrorFeedback(registry.get(name)), threads=1)
+        assert len(found) == rounds + 1, name
+        for call, value, rank in found:
+            assert call + (1 << 14) * (value + 2 * rank) > 0, name
+    assert torch.get_num_threads() == threads
 
 
 def test_the_engines_overheads_are_found_again() -> None:

@@ -4,16 +4,17 @@ compressed, which travel together, and calls per tensor."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from command_line import refused
+from gradwire.partition import Spec
 from gradwire_tools.bench.tasks.gpt import Gpt
-from gradwire_tools.sim import models, predict
-from gradwire_tools.sim.buckets import ddp_buckets
-from machines import IDENTITY, QSGD, curves, scenario
+from gradwire_tools.sim import Scenario, models, predict
+from machines import GBIT, IDENTITY, QSGD, curves, scenario
 
 TOTALS = [
     ("resnet50", 25_557_032),  # torchvision's table
@@ -51,22 +52,29 @@ def test_what_is_neither_is_named() -> None:
     refused(models.shapes, [(text, "--model") for text in (*NEITHER, *HUGE)])
 
 
+def buckets(shapes: models.Shapes, ranks: int = 4, **given: Any) -> list[list[Spec]]:
+    """What is averaged together, in the order of DDP."""
+    one = Scenario(ranks, GBIT, QSGD, shapes, **given)
+    parts = [part for of in one.scopes for (part,) in of.rounds]
+    names = [f"parameter {number}" for number in reversed(range(len(shapes)))]
+    return [sorted(part.specs, key=lambda spec: names.index(spec.name)) for part in parts]
+
+
 def test_buckets_are_ddps() -> None:
     """As DDP rebuilds them after the first step, in the order in which gradients come."""
-    for name in ("resnet50", "gpt2"):
+    for name in ("resnet50", "gpt2", "gpt"):
         shapes = models.shapes(name)
         tensors = [torch.empty(shape, device="meta") for shape in reversed(shapes)]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
-        found = ddp_buckets(shapes, QSGD, False, 4)
-        sizes = [[spec.numel for spec in bucket] for bucket in found]
+        sizes = [[spec.numel for spec in bucket] for bucket in buckets(shapes)]
         assert sizes == [[tensors[i].numel() for i in bucket] for bucket in expected], name
 
 
 def test_matrices_are_compressed_and_the_rest_is_not() -> None:
     shapes = models.shapes("resnet50")
     for feedback in (False, True):
-        specs = [s for bucket in ddp_buckets(shapes, QSGD, feedback, 8) for s in bucket]
+        specs = [s for bucket in buckets(shapes, 8, feedback=feedback) for s in bucket]
         for spec, shape in zip(reversed(specs), shapes, strict=True):
             assert spec.numel == math.prod(shape)
             assert spec.codec == (QSGD if len(shape) > 1 else IDENTITY)
@@ -79,7 +87,7 @@ SHAPES = ((1024, 512), (512,), (64, 64), (1024, 512), (64, 64), (1024, 512))
 
 def test_small_matrices_are_sent_uncompressed() -> None:
     for least, coded in ((0, 5), (4096, 5), (4097, 3), (1 << 20, 0)):
-        (bucket,) = ddp_buckets(SHAPES, QSGD, True, 4, least, 1 << 30)
+        (bucket,) = buckets(SHAPES, feedback=True, least=least, coalesce_bytes=1 << 30)
         assert [s.numel for s in bucket] == [1 << 19, 4096, 1 << 19, 4096, 512, 1 << 19]
         assert sum(spec.codec == QSGD for spec in bucket) == coded
         assert all((spec.codec == QSGD) == spec.feedback for spec in bucket)
@@ -90,11 +98,11 @@ def test_small_matrices_are_sent_uncompressed() -> None:
 
 
 def test_buckets_are_combined() -> None:
-    apart = ddp_buckets(SHAPES, QSGD, False, 4)
+    apart = buckets(SHAPES)
     sizes = [4 * sum(spec.numel for spec in bucket) for bucket in apart]
     assert len(apart) == 2
-    assert ddp_buckets(SHAPES, QSGD, False, 4, 0, sizes[0]) == apart
-    (all_together,) = ddp_buckets(SHAPES, QSGD, False, 4, 0, sizes[0] + 1)
+    assert buckets(SHAPES, coalesce_bytes=sizes[0]) == apart
+    (all_together,) = buckets(SHAPES, coalesce_bytes=sizes[0] + 1)
     assert all_together == apart[0] + apart[1]
 
 

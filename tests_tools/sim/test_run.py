@@ -15,11 +15,9 @@ from gradwire.collectives import Operation
 from gradwire.lang import layout
 from gradwire.partition import Spec
 from gradwire_tools.sim import Net, predict
-from gradwire_tools.sim.buckets import ddp_buckets
 from gradwire_tools.sim.clock import Clock, Cores, Thread
 from gradwire_tools.sim.curves import Software
 from gradwire_tools.sim.fabric import Link
-from gradwire_tools.sim.models import shapes
 from gradwire_tools.sim.rank import Overheads
 from gradwire_tools.sim.run import Machines, simulate
 from gradwire_tools.sim.task_times import algorithm_on, bucket_contents, timed_graph
@@ -144,13 +142,11 @@ def test_bytes_are_the_algorithms_formula() -> None:
     faults = []
     for codec, ranks, algorithm in product((QSGD, GRADDROP), (1, 2, 3, 5, 8), ALGORITHMS):
         wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True, codec=codec)
-        buckets = ddp_buckets(shapes(wanted.model), codec, False, ranks)
-        assert len(buckets) > 1
+        parts = [part for scope in wanted.scopes for (part,) in scope.rounds]
+        assert len(parts) > 1
         built = algorithm_on(wanted.options, ranks, 1)
-        expected = sum(
-            built.wire_bytes(0, ranks, bucket_contents(b, built, wanted.options, ranks).sizes)
-            for b in buckets
-        )
+        contents = [bucket_contents(p.specs, built, wanted.options, ranks) for p in parts]
+        expected = sum(built.wire_bytes(0, ranks, of.sizes) for of in contents)
         found = predict(wanted, USUAL)["wire_bytes"]
         if found != expected:
             faults.append(f"{codec}, {algorithm}, {ranks} ranks: {found}, not {expected} bytes")
@@ -280,7 +276,7 @@ def simulated(
     jobs = [[timed_graph(contents, algorithm, rank, n, FREE)] for rank in range(n)]
     link = Link(rate=GBIT.rate_bits_per_s / 8, latency=GBIT.latency_s)
     machines = Machines(n, per_node, link, FREE.engine)
-    ranks, fabric = simulate(machines, jobs, lambda rank, mine: rank.submit(0, mine[0]))
+    ranks, fabric = simulate(machines, jobs, lambda rank, mine: rank.submit(0, [mine]))
     formula = [algorithm.wire_bytes(rank, n, contents.sizes) for rank in range(n)]
     sent = [rank.sent_bytes[0] for rank in ranks]
     return fabric.moved, max(rank.ended[0] for rank in ranks), sent, formula

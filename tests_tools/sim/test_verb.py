@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     used += [get("randomshift", bits=8), get("qsgd", bits=8, block=1024)]  # of qsdp:w=8:g=8
     prices = dict.fromkeys(used, (1e-5, 3e-10, 1e-10))
     path = tmp_path_factory.mktemp("curves") / "curves.json"
-    priced(prices, engine=USUAL.engine, link=USUAL.link).save(path)
+    known = priced(prices, engine=USUAL.engine, link=USUAL.link)
+    computing = {"powersgd(rank=4), error feedback": [(1e-5, 5e-10, 1e-11)] * 3}
+    replace(known, aggregators=computing).save(path)
     return str(path)
 
 
@@ -53,6 +56,8 @@ def test_a_row_for_each_codec_and_algorithm(file: str) -> None:
         assert row["exact"] is True
         assert row["limit_seconds"] == pytest.approx(row["wire_bytes"] * 8e-9 + 1e-3, abs=1.1e-3)
         assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
+    (low,) = rows_of(file, "--model", "1000x1000,64x64", "--codec", "powersgd:rank=4")
+    assert (low.keys(), low["method"]) == (KEYS, "gradwire:powersgd:rank=4")
     # half the bits, except for the metadata
     assert rows[2]["wire_bytes"] == pytest.approx(rows[0]["wire_bytes"] * 36 / 68, rel=0.01)
 

@@ -9,7 +9,7 @@ from gradwire.aggregators.error_feedback import ErrorFeedback
 from gradwire.aggregators.globaltopk import GlobalTopK
 from gradwire.aggregators.lwtopk import LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
-from gradwire.aggregators.program import AHEAD, drop_programs, program_of
+from gradwire.aggregators.program import AHEAD, drop_programs, program_of, rounds_of
 from gradwire.aggregators.protocol import (
     Aggregator,
     Averages,
@@ -46,4 +46,5 @@ __all__ = [
     "TopKC",
     "drop_programs",
     "program_of",
+    "rounds_of",
 ]

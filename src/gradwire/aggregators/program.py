@@ -8,7 +8,7 @@ on, and every step must ask for the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -79,7 +79,9 @@ def program_of(
     places = zip(members, variants, reductions, strict=True)
     key = options, *((m.name, id(m.aggregator), variant, r.shape) for m, variant, r in places)
     if key not in scopes:
-        rounds = _rounds(owner, members, reductions, options)
+        fresh = [m.at_first(m.aggregator, m.step) for m in members]
+        zeros = [r.on_zeros() for r in reductions]
+        rounds = [*rounds_of(fresh, zeros, options, owner.comm.rank, ranks)]
         # Aggregators are held, too: no other one has the same id meanwhile.
         scopes[key] = program_for(owner, rounds), [m.aggregator for m in members]
     program: ScopeProgram = scopes[key][0]
@@ -92,21 +94,19 @@ def drop_programs(owner: Owner, plan: int) -> None:
         del owner.scopes[version]
 
 
-def _rounds(
-    owner: Owner, members: Sequence[Attached], reductions: Sequence[Request], options: Options
-) -> list[Round]:
-    """What a scope's aggregators ask for, on zeros."""
-    rank, world_size = owner.comm.rank, owner.comm.world_size
-    fresh = [m.at_first(m.aggregator, m.step) for m in members]
-    active = coroutines(fresh, [r.on_zeros() for r in reductions], rank, world_size)
-    found: list[Round] = []
+def rounds_of(
+    members: Sequence[Attached], reductions: Sequence[Request], options: Options, rank: int,
+    world_size: int,
+) -> Iterator[Round]:  # fmt: skip
+    """What a scope's aggregators ask for where nothing is sent; they compute between two rounds."""
+    active, number = coroutines(members, reductions, rank, world_size), 0
     while active:
-        number = len(found)
         active, asking = ask(active, number)
         if asking:
-            found.append(_round(asking, options, number, world_size))
-            items_of(found[-1], asking, number, rank, world_size)
-    return found
+            one = _round(asking, options, number, world_size)
+            items_of(one, asking, number, rank, world_size)
+            yield one
+            number += 1
 
 
 def _round(asking: Sequence[Asking], given: Options, number: int, world_size: int) -> Round:

@@ -90,8 +90,7 @@ class Rounds:
                 members = list(compress(members, serving))
                 reductions = list(compress(reductions, serving))
             if members:
-                of = members, reductions, self.options
-                self.program = program_of(self.owner, self.plan, *of)
+                self.program = program_of(self.owner, self.plan, members, reductions, self.options)
                 self.program.begin()
                 self.active = coroutines(members, reductions, rank, world_size)
             if self.observe is not None:

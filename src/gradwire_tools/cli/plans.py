@@ -31,8 +31,8 @@ def decide(
     net: Annotated[Text, Option(help="RATE,LATENCY such as 1gbit,1ms; or none.")] = None,
     ranks: options.ManyRanks = 4,
     codec_name: Annotated[
-        str, Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
-    ] = "qsgd:bits=4",
+        str, Option("--codec", help="Codecs or aggregators, comma-separated; exact first.")
+    ] = "qsgd:bits=4,powersgd:rank=8",
     per_node: options.PerNode = 1,
     cores: options.Cores = None,
     backward: options.Backward = 0.0,

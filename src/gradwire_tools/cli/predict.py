@@ -17,7 +17,7 @@ def sim(
     ranks: options.ManyRanks = 4,
     net: options.Net = "1gbit,1ms",
     codec_name: Annotated[
-        Text, Option("--codec", help="qsgd; NAME:OPTION=VALUE:..., comma-separated.")
+        Text, Option("--codec", help="Codecs or aggregators, comma-separated; or qsgd.")
     ] = None,
     algorithm: Annotated[str, Option(help="Comma-separated.")] = "sra",
     model: options.Model = "resnet50",

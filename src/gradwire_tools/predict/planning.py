@@ -6,10 +6,10 @@ Rows, with the costs of this machine's kernels (or of a file of curves):
 
     part "layer"    numel, count, compress, partitions, seconds, uncompressed_seconds (bf16),
                     compressed_seconds: of each size of matrices, by itself (HIPRESS Eqs. 1 and 2),
-                    in the algorithm of the best setting of the first codec
+                    in the algorithm of the best setting of the first codec; not of aggregators
     part "setting"  method, algorithm, segments, coalesce_bytes, least, seconds, wire_bytes,
                     of_limit, saves (of the time of the best without a codec): the best setting of
-                    each codec, simulated (gradwire_tools.sim.choice), the fastest first
+                    each method, simulated (gradwire_tools.sim.choice), the fastest first
     part "verdict"  compress, method, detail: what to use, in a sentence, and the line to write
 """
 
@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gradwire import codecs as codec_table
 from gradwire import groups
+from gradwire.aggregators import registry
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
+from gradwire.lang import Codec
 from gradwire.planner.files import PlanFile
 from gradwire.planner.links import Links, measure_links
 from gradwire_tools.bench import workers
@@ -39,9 +40,10 @@ from gradwire_tools.lab import Network
 from gradwire_tools.predict import simulate
 from gradwire_tools.predict.sim_sweep import Point
 from gradwire_tools.sim import Curves, Net, models
-from gradwire_tools.sim.choice import FULL, HALF, Setting, Situation, choose, name
+from gradwire_tools.sim.choice import FULL, HALF, Setting, Situation, choose, name, plain, scenario
 from gradwire_tools.sim.selective import decisions
 
+METHODS = ("qsgd:bits=4", "powersgd:rank=8")
 _TIMEOUT_S = 600.0
 
 
@@ -53,7 +55,8 @@ class WantedPlan:
         model, per_node, cores, backward: see gradwire_tools.sim.Scenario.
         shapes: a plan's file, which has names and shapes of parameters, in place of `model`.
         net: as the command line has it; None: torchrun's ranks measure theirs.
-        codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
+        codecs: codecs or aggregators, NAME or NAME:OPTION=VALUE:..., from the most exact to the
+            least.
         ranks: None: 4, or as many as torchrun has started.
         threads, file, fresh: as of gradwire_tools.predict.simulate.WantedCollectives.
         save: where the best setting is written as a plan, for `gw.attach(model, plan=FILE)`.
@@ -65,7 +68,7 @@ class WantedPlan:
     model: str | None
     shapes: Path | None
     net: str | None
-    codecs: Sequence[str] = ("qsgd:bits=4",)
+    codecs: Sequence[str] = METHODS
     ranks: int | None = None
     per_node: int = 1
     cores: float | None = None
@@ -134,12 +137,16 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
             measured.
         TransportError: torchrun's ranks cannot be joined.
     """
-    chosen = [codec_table.get(text) for text in wanted.codecs]
+    chosen = [simulate.method(text) for text in wanted.codecs]
     where, world = wanted.situation(), wanted.world
+    matrices = [shape for shape in where.shapes if len(shape) > 1]
+    if tuple(wanted.codecs) == METHODS and matrices:  # without what shrinks no matrix
+        chosen = [one for one in chosen if not all(map(registry.get(one).impossible, matrices))]
+    priced = [of for one in chosen for of in scenario(where, plain(one, where)[0]).priced]
     found = None if world is None else join(world)
-    known = simulate.known_curves([FULL, HALF, *chosen], wanted.threads, wanted.file, wanted.fresh)
-    for codec in chosen:
-        known.seconds(codec, "encode", 0, 0)  # one without curves is refused before work begins
+    known = simulate.known_curves([FULL, HALF, *priced], wanted.threads, wanted.file, wanted.fresh)
+    for of in priced:  # what has no curves is refused before work begins
+        known.seconds(of, "encode", 0, 0) if isinstance(of, Codec) else known.of_aggregator(of)
     where = replace(where, curves=known) if found is None else measured(where, known, *found)
     choice = choose(where, chosen, progress)
     context = {
@@ -147,12 +154,12 @@ def run(wanted: WantedPlan) -> Iterator[Row]:
         "ranks": where.ranks,
         "net": where.net.text,
     }
-    if chosen:
-        best = choice.of(chosen[0]).setting
-        for one in decisions(where, best.codec, best.options.algorithm):
+    for codec in [one for one in chosen if isinstance(one, Codec)][:1]:
+        algorithm = choice.of(codec).setting.options.algorithm
+        for one in decisions(where, codec, algorithm):
             yield {
-                "part": "layer", **context, **asdict(one.decision), "method": name(best.codec),
-                "algorithm": best.options.algorithm, "numel": one.numel, "count": one.count,
+                "part": "layer", **context, **asdict(one.decision), "method": name(codec),
+                "algorithm": algorithm, "numel": one.numel, "count": one.count,
             }  # fmt: skip
     settings = {}
     for ranked in choice.of_codec:
@@ -232,11 +239,12 @@ def line_of(best: Setting, saved: Path | None) -> str:
 
 def plan_of(best: Row, shapes: Mapping[str, models.Shape], where: Situation) -> PlanFile:
     """The plan in which all parameters are sent by a row's setting, and what it lets expect."""
-    rows = {}
+    rows, method = {}, registry.get(best["method"])
+    keeps = method.needs_feedback and not method.own_feedback
     for key, shape in shapes.items():
         numel = math.prod(shape)
-        coded = len(shape) > 1 and numel >= max(best["least"], 1)
-        row = {"gradient": best["method"] if coded else "none", "error_feedback": False}
+        coded = len(shape) > 1 and numel >= max(best["least"], 1) and not method.impossible(shape)
+        row = {"gradient": best["method"] if coded else "none", "error_feedback": coded and keeps}
         rows[key] = {**row, "numel": numel, "shape": list(shape)}
     same = ("algorithm", "segments", "coordinated", "coalesce_bytes", "seconds", "ranks")
     net = str(Network(where.net.rate_bits_per_s, where.net.latency_s))

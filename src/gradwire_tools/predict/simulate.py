@@ -1,4 +1,4 @@
-"""`gradwire sim`: rows of predictions for codecs and algorithms, along a sweep of one parameter.
+"""`gradwire sim`: rows of predictions for methods and algorithms, along a sweep of one parameter.
 
 A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
 wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (of the
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import codecs as codec_table
+from gradwire.aggregators import Aggregator, Compressed, Dense, registry
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec
@@ -44,8 +45,9 @@ NO_CURVES = Curves("none", 1, {})
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
 
 Row = dict[str, Any]
-# One point of a sweep: what its row begins with, the codecs that it sends, and what predicts it.
-Case = tuple[Row, Iterable[Codec], Callable[[Curves], Row]]
+Method = Codec | Aggregator
+# One point of a sweep: what its row begins with, what it needs curves of, and what predicts it.
+Case = tuple[Row, Iterable[Method], Callable[[Curves], Row]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class WantedCollectives(WantedStep):
     """The request for the collectives of a step.
 
     Attributes:
-        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
+        codecs: codecs or aggregators, NAME or NAME:OPTION=VALUE:..., where error_feedback=true
+            keeps residuals.
     """
 
     codecs: Sequence[str] = ("qsgd",)
@@ -115,7 +118,7 @@ class WantedCollectives(WantedStep):
             for algorithm in self.algorithms:
                 scenario = self._scenario(text, algorithm, point)
                 row = {"method": f"gradwire:{text}", "codec": text}
-                yield row, [scenario.codec], partial(predict, scenario)
+                yield row, scenario.priced, partial(predict, scenario)
 
     def _scenario(self, text: str, algorithm: str, point: Point) -> Scenario:
         options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
@@ -128,7 +131,7 @@ class WantedCollectives(WantedStep):
         if "algorithm" in options:
             raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
         try:
-            codec = codec_table.get(**options)
+            codec = method(str(options.pop("codec")), **options)
         except ConfigError as error:
             if point.name in (None, *SWEPT):
                 raise
@@ -136,6 +139,15 @@ class WantedCollectives(WantedStep):
             raise ConfigError(f"{known}, or an option of the codec: {error}") from None
         common = self.at(point, algorithm)
         return Scenario(codec=codec, model=self.model, feedback=feedback, **common)
+
+
+def method(name: str, **options: Any) -> Method:
+    """The codec or aggregator that --codec names; raises ConfigError if it names none."""
+    made = registry.get(name, **options)
+    if made == Dense():
+        return codec_table.get(name)  # raises what says how to send gradients uncompressed
+    codec = made.codec if isinstance(made, Compressed) else None
+    return made if codec is None or made != Compressed(codec) else codec
 
 
 @stamped
@@ -155,12 +167,12 @@ def run(wanted: WantedStep) -> Iterator[Row]:
 
 
 def known_curves(
-    needed: Iterable[Codec],
+    needed: Iterable[Method],
     threads: int,
     file: Path | None,
     fresh: bool,
 ) -> Curves:
-    """The curves of these codecs; arguments as the fields of `WantedStep`.
+    """The curves of these; arguments as the fields of `WantedStep`.
 
     Raises:
         ConfigError: a number of threads that makes no sense, or the file is not one of curves.

@@ -1,6 +1,6 @@
 """The simulator: runs the engine's graphs on a virtual clock and modelled links (HIPRESS 3.3).
 
-Read in this order: `models` and `buckets` (the buckets that DDP passes to its hook), `task_times`
+Read in this order: `models` and `buckets` (what DDP's hook averages, in which rounds), `task_times`
 and `curves` (the time per task of a collective), `rank` (the scheduler core on the virtual clock),
 `fabric` (the links), `run` (all ranks, or by `symmetry` one node that represents all), `predict`
 (one result row), `choice` (the fastest setting). docs/laboratory/simulator.md is the user's page.

@@ -1,63 +1,120 @@
-"""DDP's gradient buckets: the last parameters come first."""
+"""What DDP's hook averages together: scopes of buckets, the last parameters first, and the rounds
+of collectives that their aggregators ask for."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 
-from gradwire.codecs import Identity
-from gradwire.lang import Codec
-from gradwire.partition import Spec, rotation
-from gradwire_tools.sim.models import Shapes
-
-Bucket = tuple[Spec, ...]
+from gradwire.aggregators import (
+    Attached,
+    Dense,
+    rounds_of,
+)
+from gradwire.collectives import AllReduce, Options, Part
+from gradwire.errors import ConfigError
+from gradwire.handles.coalescing import Coalescing, Split
+from gradwire.lang import rng
+from gradwire.planner.plan import ParameterPlan, Plan
+from gradwire_tools.sim.curves import Curves
 
 # DDP closes a bucket when it reaches its size limit. The first is small, so that sending starts
 # early.
 _FIRST_BYTES = 1 << 20
 _BYTES = 25 << 20
+STEADY = 1 << 20  # a step after any warm-up
+_MOST = 1 << 30  # values of a scope whose aggregator runs on zeros
 
 
-def ddp_buckets(
-    shapes: Shapes,
-    codec: Codec,
-    feedback: bool,
-    world_size: int,
-    least: int = 0,
-    coalesce_bytes: int = 0,
-) -> list[Bucket]:
-    """The buckets of fp32 gradients of these shapes, in the order in which they become ready.
+@dataclass(frozen=True)
+class DdpScope:
+    """Parameters that are averaged together.
 
-    Parameters of fewer than two dimensions, or of fewer values than `least`, are sent uncompressed.
-    Buckets are combined until they hold `coalesce_bytes`, as by `gradwire.attach`.
+    Attributes:
+        ready: how many values of the model have gradients once all of theirs are there.
+        members: the parameters.
+        rounds: their collectives, round by round.
     """
-    specs = []
-    for number, shape in enumerate(shapes):
-        coded = len(shape) > 1 and math.prod(shape) >= least
-        chosen = codec if coded else Identity()
-        spec = Spec(
-            f"parameter {number}",
-            math.prod(shape),
-            torch.float32,
-            chosen,
-            feedback and coded,
-            rotation(number, world_size),
-        )
-        specs.append(spec)
-    filled = _combined([(spec,) for spec in reversed(specs)], _FIRST_BYTES, _BYTES)
-    return _combined(filled, coalesce_bytes, coalesce_bytes)
+
+    ready: int
+    members: tuple[ParameterPlan, ...]
+    rounds: tuple[tuple[Part, ...], ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The collectives of all rounds."""
+        return [*itertools.chain(*self.rounds)]
+
+    @property
+    def computing(self) -> list[ParameterPlan]:
+        """The members whose aggregators compute outside of kernels."""
+        heavy = [p for p in self.members if p.inner != Dense()]
+        return [p for p in heavy if p.codec is None or p.inner.scope == "model"]
+
+    def seconds(self, curves: Curves, ranks: int) -> list[float]:
+        """What aggregators compute before each round, and after the last.
+
+        Raises:
+            ConfigError: an aggregator has no curves.
+        """
+        seconds = [0.0] * (len(self.rounds) + 1)
+        for p in self.computing:
+            for number, (call, value, rank) in enumerate(curves.of_aggregator(p.aggregator)):
+                # A scope has fewer rounds than the aggregator where none of its matrices shrinks.
+                place = min(number, len(self.rounds))
+                seconds[place] += call + p.numel * (value + ranks * rank)
+        return seconds
 
 
-def _combined(buckets: Sequence[Bucket], first_bytes: int, least_bytes: int) -> list[Bucket]:
-    """Buckets of these bytes or more, but for the last."""
-    combined: list[Bucket] = []
-    waiting: Bucket = ()
+def ddp_scopes(plan: Plan, world_size: int) -> list[DdpScope]:
+    """The scopes of fp32 gradients under a plan, in the order in which they are started.
+
+    Raises:
+        ConfigError: an aggregator asks for what is not legal, or its scope is too large to run it
+            on zeros.
+    """
+    buckets: list[list[ParameterPlan]] = [[]]
+    for parameter in reversed(plan.parameters):
+        if _nbytes(buckets[-1]) >= (_BYTES if len(buckets) > 1 else _FIRST_BYTES):
+            buckets.append([])
+        buckets[-1].append(parameter)
+    coalescing, ready, found = Coalescing(plan.coalesce_bytes), 0, []
     for bucket in buckets:
-        waiting += bucket
-        nbytes = sum(spec.numel * spec.dtype.itemsize for spec in waiting)
-        if nbytes >= (least_bytes if combined else first_bytes):
-            combined.append(waiting)
-            waiting = ()
-    return [*combined, waiting] if waiting else combined
+        ready += sum(p.numel for p in bucket)
+        split = Split.of([p.aggregator for p in bucket])
+        for shares in coalescing.add(split, _nbytes(bucket), bucket is buckets[-1]):
+            members = tuple(buckets[of.bucket][place] for of in shares for place in of.places)
+            found.append(_scope(ready, members, world_size, plan.options))
+    return found
+
+
+def _nbytes(parameters: Sequence[ParameterPlan]) -> int:
+    return sum(p.numel * p.dtype.itemsize for p in parameters)
+
+
+@lru_cache(maxsize=256)
+def _scope(
+    ready: int, planned: tuple[ParameterPlan, ...], world_size: int, options: Options
+) -> DdpScope:
+    """With what rank 0, and so every rank, asks for."""
+    heavy = DdpScope(ready, planned, ()).computing
+    if sum(p.numel for p in heavy) > _MOST:
+        raise ConfigError(
+            f"{heavy[0].how}: a scope of more than {_MOST} values is not simulated, since it would "
+            "need its memory: give a smaller model"
+        )
+    members = [
+        Attached(
+            p.name, p.shape, p.aggregator, rng.parameter_keys(0, p.name, 0), p.rotation, STEADY
+        )
+        for p in planned
+    ]
+    # Of numpy, which leaves pages alone that nothing touches.
+    zeros = [AllReduce(torch.from_numpy(np.zeros(p.numel, "f4"))) for p in planned]
+    rounds = rounds_of(members, zeros, options, 0, world_size)
+    return DdpScope(ready, planned, tuple(one.parts for one in rounds))

@@ -1,8 +1,8 @@
 """Which setting averages a model's gradients soonest: found by simulating each on measured costs.
 
-A *setting* is a codec for matrices of `least` values or more (or bf16, or none), an
-algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
-`gradwire_tools.sim.predict`; the formulas of gradwire_tools.sim.costs explain a single gradient.
+A *setting* is a codec or an aggregator for matrices of `least` values or more (or bf16, or none),
+an algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked
+by `gradwire_tools.sim.predict`; the formulas of gradwire_tools.sim.costs explain a single gradient.
 
     1. every codec with every algorithm in which it is defined
     2. of each codec, the best few algorithms: in coordinated rounds, then with other segments, then
@@ -18,11 +18,11 @@ more exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire import algorithms
-from gradwire.aggregators import Compressed, registry
+from gradwire.aggregators import Aggregator, registry
 from gradwire.codecs import Cast, Identity
 from gradwire.collectives import Options
 from gradwire.decide.auto import worth
@@ -74,21 +74,27 @@ class Setting:
     """How gradients are averaged.
 
     Attributes:
-        codec: of matrices of `least` values or more; all else is sent uncompressed.
+        codec: a codec or an aggregator, of matrices of `least` values or more; all else is sent
+            uncompressed.
         options: algorithm and segments.
         coalesce_bytes: as of `gradwire.attach`.
     """
 
-    codec: Codec
+    codec: Codec | Aggregator
     options: Options
     coalesce_bytes: int = 0
     least: int = 0
 
     def __str__(self) -> str:
-        of = self.options
-        how = described(of.algorithm, of.coordinated, of.segments, self.coalesce_bytes)
-        least = f", matrices from {self.least} values" if self.least else ""
-        return f"{name(self.codec)} by {how}{least}"
+        """Without what is as usual."""
+        of, held = self.options, self.coalesce_bytes
+        parts = [f"{name(self.codec)} by {of.algorithm}"]
+        parts += ["coordinated"] if of.coordinated else []
+        parts += [f"{of.segments} segments"] if of.segments is not None else []
+        together = "one bucket" if held == COALESCED[-1] else f"buckets of {held} bytes"
+        parts += [together] if held else []
+        parts += [f"matrices from {self.least} values"] if self.least else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,8 @@ class Choice:
         """Whether a codec pays beside bf16."""
         return self.best.setting.codec not in (FULL, HALF)
 
-    def of(self, codec: Codec) -> Ranked:
-        """The best setting of a codec."""
+    def of(self, codec: Codec | Aggregator) -> Ranked:
+        """The best setting of a codec or an aggregator."""
         return next(one for one in self.of_codec if one.setting.codec == codec)
 
     @property
@@ -151,7 +157,9 @@ class Choice:
 
 
 def choose(
-    where: Situation, codecs: Sequence[Codec], progress: Callable[..., None] = lambda *_: None
+    where: Situation,
+    codecs: Sequence[Codec | Aggregator],
+    progress: Callable[..., None] = lambda *_: None,
 ) -> Choice:
     """The best setting; none and bf16 are always considered.
 
@@ -173,9 +181,7 @@ def choose(
 
     of_codec = []
     for codec in wanted:
-        first = [ranked(setting) for setting in _plain(codec, where)]
-        if not first:
-            raise ConfigError(f"{codec} is defined in no algorithm")
+        first = [ranked(setting) for setting in plain(codec, where)]
         refined = []
         for start in sorted(first, key=_weighed)[:_KEPT]:
             best = start
@@ -193,13 +199,17 @@ def choose(
 
 def simulate(where: Situation, setting: Setting) -> Ranked:
     """What one setting is expected to take."""
-    scenario = Scenario(
+    row = predict(scenario(where, setting), where.curves)
+    return Ranked(setting, row["seconds"], row["wire_bytes"], row["limit_seconds"])
+
+
+def scenario(where: Situation, setting: Setting) -> Scenario:
+    """What is simulated. Raises ConfigError as it does."""
+    return Scenario(
         ranks=where.ranks, net=where.net, codec=setting.codec, model=where.shapes,
         options=setting.options, per_node=where.per_node, cores=where.cores,
         backward=where.backward, coalesce_bytes=setting.coalesce_bytes, least=setting.least,
     )  # fmt: skip
-    row = predict(scenario, where.curves)
-    return Ranked(setting, row["seconds"], row["wire_bytes"], row["limit_seconds"])
 
 
 def _seconds(one: Ranked) -> float:
@@ -212,17 +222,26 @@ def _weighed(one: Ranked) -> float:
     return one.seconds * (1 - _WORTH if default else 1)
 
 
-def _plain(codec: Codec, where: Situation) -> Iterator[Setting]:
-    """The codec in every algorithm that has it."""
+def plain(codec: Codec | Aggregator, where: Situation) -> list[Setting]:
+    """The codec or aggregator in every algorithm that has it.
+
+    Raises:
+        ConfigError: none has.
+    """
+    found, why = [], ""
     for name in algorithms.REGISTRY:
         if name == "hierarchical" and where.per_node in (1, where.ranks):
             continue  # there is one level
         setting = Setting(codec, Options(algorithm=name))
         try:
-            Scenario(where.ranks, where.net, codec, where.shapes, options=setting.options)
-        except ConfigError:  # not defined in this algorithm
+            scenario(where, setting)
+        except ConfigError as error:  # not defined in this algorithm
+            why = why or str(error)
             continue
-        yield setting
+        found.append(setting)
+    if not found:
+        raise ConfigError(f"{codec} is defined in no algorithm: {why}")
+    return found
 
 
 def _coordinated(setting: Setting, where: Situation) -> Iterable[Setting]:
@@ -242,36 +261,21 @@ def _coalesced(setting: Setting, where: Situation) -> Iterable[Setting]:
 
 
 def _selective(setting: Setting, where: Situation) -> Iterable[Setting]:
-    if setting.codec == FULL:
-        return []
+    if setting.codec == FULL or isinstance(setting.codec, Aggregator):
+        return []  # an aggregator leaves what it does not shrink
     sizes = {math.prod(shape) for shape in where.shapes if len(shape) > 1}
     # One of each that compresses other parameters.
     least = {min(s for s in sizes if s >= n): n for n in LEAST if max(sizes, default=0) >= n}
     return [replace(setting, least=n) for n in least.values() if n > min(sizes)]
 
 
-def described(
-    algorithm: str, coordinated: bool, segments: int | None, coalesce_bytes: int | None
-) -> str:
-    """How gradients travel, in words, without what is as usual."""
-    parts = [algorithm]
-    if coordinated:
-        parts.append("coordinated")
-    if segments is not None:
-        parts.append(f"{segments} segments")
-    if coalesce_bytes:
-        every = coalesce_bytes == COALESCED[-1]
-        parts.append("one bucket" if every else f"buckets of {coalesce_bytes} bytes")
-    return ", ".join(parts)
-
-
-def name(codec: Codec) -> str:
-    """A codec as users write it, "none" for full precision; or as it prints itself where it has no
-    name."""
+def name(codec: Codec | Aggregator) -> str:
+    """A codec or an aggregator as users write it, "none" for full precision; or as it prints itself
+    where it has no name."""
     if codec == FULL:
         return "none"
     try:
-        return registry.text(Compressed(codec), bits=True)
+        return registry.text(registry.get(codec), bits=True)
     except ConfigError:
         return str(codec)
 

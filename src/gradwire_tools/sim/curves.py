@@ -2,14 +2,16 @@
 
     {"machine": "...", "threads": 1,
      "codecs": {"QSGD(bits=4, ...)": {"encode": [CALL, VALUE, PAYLOAD], ...}, ...},
+     "aggregators": {"powersgd(rank=2), error feedback": [[CALL, VALUE, RANK], ...], ...},
      "engine": {"start": ..., "task": ..., "post": ..., "check": ..., "check_byte": ...},
      "link": {"goodput": ..., "shared": ..., "settling": ..., "overhead": ..., "stack": ...,
               "message": ..., "memory": ...}}
 
 A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is the
-number of payloads that a merge sums. `engine` and `link` hold the fields of `Overheads` and
-`Software`; the defaults cost no time. `gradwire sim --curves FILE` measures this machine if FILE
-does not exist.
+number of payloads that a merge sums. Before each of its rounds and after the last, an aggregator
+computes CALL + values * (VALUE + ranks * RANK) seconds for each parameter. `engine` and `link` hold
+the fields of `Overheads` and `Software`; the defaults cost no time. `gradwire sim --curves FILE`
+measures this machine if FILE does not exist.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradwire.aggregators import Aggregator
+from gradwire.codecs import Identity
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
+from gradwire.lang.exact import Exact
 from gradwire.planner.kernel_costs import Curve
 from gradwire_tools.sim.fabric import Software
 from gradwire_tools.sim.rank import Overheads
@@ -38,6 +43,7 @@ class Curves:
         threads: threads per kernel.
         codecs: str(codec) -> form -> its curve.
         engine, link: costs of messages.
+        aggregators: str(aggregator) -> its curves.
     """
 
     machine: str
@@ -45,13 +51,15 @@ class Curves:
     codecs: dict[str, dict[str, Curve]]
     engine: Overheads = field(default_factory=Overheads)
     link: Software = field(default_factory=Software)
+    aggregators: dict[str, list[Curve]] = field(default_factory=dict)
 
     def seconds(self, codec: Codec, form: str, values: float, payloads: int) -> float:
-        """The seconds of one kernel call.
+        """The seconds of one kernel call; what is copied takes what Identity takes.
 
         Raises:
             ConfigError: the codec or the form was not measured.
         """
+        codec = Identity() if isinstance(codec, Exact) else codec
         try:
             call, value, payload = self.codecs[str(codec)][form]
         except KeyError:
@@ -60,6 +68,20 @@ class Curves:
                 "again without --curves, or add the curve to the file"
             ) from None
         return call + values * (value + payloads * payload)
+
+    def of_aggregator(self, aggregator: Aggregator) -> list[Curve]:
+        """Its curves, as in the file.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        if str(aggregator) not in self.aggregators:
+            known = ", ".join(self.aggregators) or "none"
+            raise ConfigError(
+                f"no curves for {aggregator}; known aggregators: {known}; measure again without "
+                "--curves, or add the curves to the file"
+            )
+        return self.aggregators[str(aggregator)]
 
     def save(self, file: Path) -> None:
         """Write the file."""
@@ -89,6 +111,9 @@ def load(file: Path) -> Curves:
             codecs=codecs,
             engine=Overheads(**_seconds(data.get("engine", {}))),
             link=_software(data.get("link", {})),
+            aggregators={
+                name: [*map(_curve, stages)] for name, stages in data.get("aggregators", {}).items()
+            },
         )
     except OSError as error:
         raise ConfigError(f"--curves {file}: {error.strerror}") from None

@@ -113,7 +113,6 @@ class Fabric:
         largest: bytes of the largest message.
         nodes: number of simulated nodes.
         per_node: ranks per node.
-        rotation: if node 0 represents all: what makes other nodes' messages its own.
 
     Attributes:
         ranks: the simulated ranks, in order.
@@ -127,14 +126,12 @@ class Fabric:
         largest: int,
         nodes: int,
         per_node: int,
-        rotation: Symmetry | None = None,
     ) -> None:
         self.clock = clock
         self.link = link
         self.ranks: list[Endpoint] = []
         self.moved = [0] * nodes
         self._per_node = per_node
-        self._rotation = rotation
         self._parcel = max(_PARCEL_BYTES, -(-largest // _PARCELS))
         self._requested: set[Hashable] = set()
         self._posted: dict[Hashable, Message] = {}
@@ -148,7 +145,7 @@ class Fabric:
         """Whether two ranks are on one node."""
         return rank // self._per_node == peer // self._per_node
 
-    def expect(self, rank: Endpoint, job: int, graph: Graph, task: int) -> Hashable:
+    def expect(self, rank: Endpoint, job: Hashable, graph: Graph, task: int) -> Hashable:
         """`rank` has posted a receive; returns the name of its message."""
         b, peer = graph.message(task)[0], graph.peer[task]
         place = graph.buffer_role[b], graph.buffer_segment[b], graph.buffer_chunk[b]
@@ -158,15 +155,23 @@ class Fabric:
         return name
 
     def send(
-        self, rank: Endpoint, job: int, graph: Graph, task: int, nbytes: int, sent: Callback
+        self,
+        rank: Endpoint,
+        job: Hashable,
+        graph: Graph,
+        task: int,
+        nbytes: int,
+        sent: Callback,
+        rotation: Symmetry | None,
     ) -> None:
-        """`rank` has posted a send; `sent` is called when the send buffer is free again."""
+        """`rank` has posted a send; `sent` is called when the send buffer is free again; if node 0
+        represents all, `rotation` makes other nodes' messages its own."""
         b, peer = graph.message(task)[0], graph.peer[task]
         role, segment, chunk = graph.buffer_role[b], graph.buffer_segment[b], graph.buffer_chunk[b]
         sender, receiver = rank.number, peer
-        if self._rotation is not None:
+        if rotation is not None:
             back = -(peer // self._per_node)
-            sender, chunk = self._rotation.rank(sender, back), self._rotation.chunk(chunk, back)
+            sender, chunk = rotation.rank(sender, back), rotation.chunk(chunk, back)
             receiver %= self._per_node
         name = (sender, receiver, job, role, segment, chunk)
         self._number += 1

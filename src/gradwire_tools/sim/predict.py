@@ -9,19 +9,23 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from gradwire.algorithms import Hierarchical
-from gradwire.collectives import Options, check_defined, check_feedback
+import torch
+
+from gradwire.aggregators import Aggregator, registry
+from gradwire.collectives import Options
 from gradwire.engine import Kind
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
+from gradwire.lang.exact import Exact
+from gradwire.planner.plan import Plan, make_plan
+from gradwire.planner.rules import Rules
 from gradwire_tools.sim import models
-from gradwire_tools.sim.buckets import ddp_buckets
+from gradwire_tools.sim.buckets import DdpScope, ddp_scopes
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.fabric import Link
 from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
 from gradwire_tools.sim.run import Machines, simulate
-from gradwire_tools.sim.task_times import algorithm_on
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ class Scenario(SimulatedStep):
     """The collectives of a step under DDP; gradients become ready at a constant rate in `backward`.
 
     Attributes:
-        codec: for all parameters that are matrices; the others are sent uncompressed.
+        codec: a codec or an aggregator, for all parameters that are matrices; the others are sent
+            uncompressed.
         model: as `models.shapes` takes it, or shapes.
         barrier: whether ranks start as they leave a barrier that rank 0 reached last, as in `bench
             collectives`, rather than all at once. In gloo's barrier rank r signals rank r + 2^k.
@@ -125,11 +130,11 @@ class Scenario(SimulatedStep):
         coalesce_bytes: as of `gradwire.attach`.
 
     Raises:
-        ConfigError: an unknown model, a codec that is not defined in the algorithm, or a number
-            out of range.
+        ConfigError: an unknown model, a codec that is not defined in the algorithm, an aggregator
+            that compresses no parameter, or a number out of range.
     """
 
-    codec: Codec
+    codec: Codec | Aggregator
     model: str | models.Shapes
     barrier: bool = False
     least: int = 0
@@ -140,15 +145,38 @@ class Scenario(SimulatedStep):
         nodes = self.options.nodes
         if nodes is not None and len(nodes) != self.ranks:
             raise ConfigError(f"nodes={nodes}: give the node of each of the {self.ranks} ranks")
-        check_defined(self.options.algorithm, self.codec)
-        if self.feedback:
-            check_feedback(self.codec)
-        _ = self.shapes
+        _ = self.plan
 
     @property
     def shapes(self) -> models.Shapes:
         """The parameters' shapes, in order."""
         return models.shapes(self.model) if isinstance(self.model, str) else self.model
+
+    @property
+    def plan(self) -> Plan:
+        """As `gradwire.attach` would make it."""
+        named = []
+        for number, shape in enumerate(self.shapes):
+            numel = math.prod(shape)  # what has one dimension is sent uncompressed
+            kept = torch.empty(
+                shape if numel >= self.least else numel, dtype=torch.float32, device="meta"
+            )
+            named.append((f"parameter {number}", kept))
+        rules = Rules(registry.get(self.codec), feedback=self.feedback)
+        return make_plan(named, rules, self.ranks, self.options, self.coalesce_bytes)
+
+    @property
+    def scopes(self) -> list[DdpScope]:
+        """What is averaged together. Raises ConfigError as `ddp_scopes`."""
+        return ddp_scopes(self.plan, self.ranks)
+
+    @property
+    def priced(self) -> set[Codec | Aggregator]:
+        """The codecs and aggregators of which curves are needed."""
+        scopes = self.scopes
+        specs = [spec for scope in scopes for part in scope.parts for spec in part.specs]
+        codecs = {spec.codec for spec in specs if not isinstance(spec.codec, Exact)}
+        return codecs | {p.aggregator for scope in scopes for p in scope.computing}
 
 
 def check_seconds(name: str, seconds: float) -> None:
@@ -162,44 +190,49 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
 
     Returns:
         A row: model, numel, algorithm, ranks, per_node, net, seconds (from the start of backward
-        until the last rank has the last average), compute_seconds (kernel time of the busiest
-        rank), wire_bytes (sent by rank 0), limit_seconds (bytes that leave its node / rate + rounds
-        * latency, and at least backward; None without a rate), of_limit (limit_seconds / seconds),
-        backward_seconds, buckets, messages (sent by rank 0), exact (whether every rank was
-        simulated; otherwise one node represented all).
+        until the last rank has the last average), compute_seconds (time of kernels and
+        aggregators on the busiest rank), wire_bytes (sent by rank 0), limit_seconds (bytes that
+        leave its node / rate + rounds * latency, and at least backward; None without a rate),
+        of_limit (limit_seconds / seconds), backward_seconds, buckets, messages (sent by rank 0),
+        exact (whether every rank was simulated; otherwise one node represented all).
 
     Raises:
         ConfigError: a codec has no curve.
     """
-    n = scenario.ranks
-    sent = scenario.codec, scenario.feedback, n, scenario.least, scenario.coalesce_bytes
-    buckets = ddp_buckets(scenario.shapes, *sent)
-    algorithm = algorithm_on(scenario.options, n, scenario.per_node)
-    curves = scenario.checked(curves)
-    ensemble = Ensemble(n, scenario.per_node, algorithm, scenario.options, curves)
-    rotation, jobs = ensemble.jobs(buckets, True if scenario.barrier else scenario.exact)
-    numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in buckets))
-    ready = [scenario.backward * done / numels[-1] for done in numels]
+    n, scopes, curves = scenario.ranks, scenario.scopes, scenario.checked(curves)
+    ensemble, numel = Ensemble(n, scenario.per_node, curves), models.numel(scenario.shapes)
+    parts = [part for scope in scopes for part in scope.parts]
+    represented, graphs = ensemble.graphs(parts, True if scenario.barrier else scenario.exact)
+    computing = [scope.seconds(curves, n) for scope in scopes]
+    # What aggregators compute before their first round, backward waits for.
+    late = accumulate((seconds[0] for seconds in computing), initial=0.0)
+    ready = [
+        scenario.backward * scope.ready / numel + waited
+        for scope, waited in zip(scopes, late, strict=False)
+    ]
     hop = scenario.net.latency_s + curves.link.overhead
-    starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(jobs))]
+    starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(graphs))]
 
     def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
-        for job, (when, timed) in enumerate(zip(ready, mine, strict=True)):
-            rank.clock.at(starts[rank.number] + when, partial(rank.submit, job, timed))
+        left = iter(mine)
+        for number, (when, scope) in enumerate(zip(ready, scopes, strict=True)):
+            rounds = [[next(left) for _ in of_round] for of_round in scope.rounds]
+            submit = partial(rank.submit, number, rounds, computing[number])
+            rank.clock.at(starts[rank.number] + when, submit)
 
-    ranks, fabric = simulate(scenario.machines(curves), jobs, begin, rotation)
+    ranks, fabric = simulate(scenario.machines(curves), graphs, begin, represented)
     assert all(len(rank.ended) == len(ready) for rank in ranks), "a rank never finishes"
     seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
-    rounds = algorithm.rounds(n)
-    if isinstance(algorithm, Hierarchical):
-        rounds = algorithm.rounds_between(n)
+    rounds = max(
+        sum(max(map(ensemble.latencies, of_round)) for of_round in scope.rounds) for scope in scopes
+    )
     return {
         "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
-        "numel": numels[-1],
+        "numel": numel,
         **scenario.row(seconds, scenario.backward, fabric.moved[0], rounds),
         "compute_seconds": max(rank.kernel_seconds for rank in ranks),
         "wire_bytes": ranks[0].sent_bytes.total(),
-        "buckets": len(buckets),
-        "messages": sum(job.graph.kind.count(Kind.SEND) for job in jobs[0]),
-        "exact": rotation is None,
+        "buckets": len(scopes),
+        "messages": sum(timed.graph.kind.count(Kind.SEND) for timed in graphs[0]),
+        "exact": represented == 1,
     }

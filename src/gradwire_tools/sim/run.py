@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from gradwire_tools.sim.clock import Clock, Cores
 from gradwire_tools.sim.fabric import Fabric, Link
 from gradwire_tools.sim.rank import Overheads, SimulatedRank, TimedGraph
-from gradwire_tools.sim.symmetry import Symmetry
 
 
 @dataclass(frozen=True)
@@ -44,23 +43,22 @@ def simulate(
     machines: Machines,
     jobs: Sequence[Sequence[TimedGraph]],
     begin: Callable[[SimulatedRank, Sequence[TimedGraph]], None],
-    rotation: Symmetry | None = None,
+    represented: int = 1,
 ) -> tuple[list[SimulatedRank], Fabric]:
     """Run ranks until nothing is left to do; (the simulated ranks, their links).
 
     Args:
         machines: the ranks, and what they run on.
-        jobs: the jobs of each rank, in order; with `rotation`, of the ranks of node 0 alone.
-        begin: called for every rank before the clock runs, to submit its jobs.
-        rotation: the symmetry of all graphs; None: simulate all ranks.
+        jobs: the graphs of each simulated rank, in order.
+        begin: called for every rank before the clock runs, to submit its scopes.
+        represented: nodes that each simulated one represents: all by node 0, or itself.
     """
     clock = Clock()
     # Node 0 gets its share of the cores, also where it represents the others.
-    represented = 1 if rotation is None else rotation.nodes
     cores = Cores(clock, machines.cores / represented)
-    nodes = 1 if rotation is not None else machines.nodes
+    nodes = -(-machines.nodes // represented)
     largest = max((job.largest for job in jobs[0]), default=1)
-    fabric = Fabric(clock, machines.link, largest, nodes, machines.ranks, rotation)
+    fabric = Fabric(clock, machines.link, largest, nodes, machines.ranks)
     costs = machines.overheads, machines.in_flight
     ranks = [
         SimulatedRank(number, number // machines.ranks, clock, cores, fabric, *costs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from gradwire.collectives import Options, check_feedback
+import torch
+
+from gradwire.collectives import Options, Part, check_feedback
 from gradwire.engine import Kind
 from gradwire_tools.sim import models
-from gradwire_tools.sim.buckets import Bucket
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.models import Shapes
@@ -27,9 +28,7 @@ from gradwire_tools.sim.shards import (
     gathered,
     lengths,
     scattered,
-    with_bytes,
 )
-from gradwire_tools.sim.symmetry import Symmetry
 from gradwire_tools.sim.task_times import algorithm_on
 from gradwire_tools.sim.training import StepCollective, Times, TrainingThread, order
 
@@ -94,7 +93,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
         ConfigError: a codec has no curve.
     """
     n = scenario.ranks
-    curves = with_bytes(scenario.checked(curves))
+    curves = scenario.checked(curves)
     gathers = {
         number: gathered(group, scenario.weights, n)
         for number, group in enumerate(scenario.groups)
@@ -104,7 +103,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     in_backward = _BACKWARD[scenario.keep]
     prefetches = not isinstance(scenario.weights, Torch)
     steps, actions = order(times, in_backward, scenario.blocking, prefetches)
-    rotation, graphs = _graphs(scenario, curves, steps, gathers)
+    represented, graphs = _graphs(scenario, curves, steps, gathers)
     free = {"overheads": Overheads()} if scenario.is_torch else {}
     # In flight: two of gathers, two of reduce-scatters.
     machines = scenario.machines(curves, in_flight=4, **free)
@@ -115,7 +114,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
         threads.append(thread)
         rank.clock.at(0.0, thread.go_on)
 
-    ranks, fabric = simulate(machines, graphs, begin, rotation)
+    ranks, fabric = simulate(machines, graphs, begin, represented)
     ended = [thread.ended for thread in threads if thread.ended is not None]
     assert len(ended) == len(ranks), "a rank never finishes"
     kept = sum(of.decode for of in times[:-1] if of is not None and in_backward == "decode")
@@ -137,7 +136,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
         "gradients_wire_bytes": sent["reduce"],
         "ratio": _uncompressed(scenario) / wire if wire else 1.0,
         "messages": sum(graph.graph.kind.count(Kind.SEND) for graph in graphs[0]),
-        "exact": rotation is None,
+        "exact": represented == 1,
     }
 
 
@@ -160,45 +159,28 @@ def _graphs(
     curves: Curves,
     steps: Sequence[StepCollective],
     gathers: Mapping[int, Gathered],
-) -> tuple[Symmetry | None, list[list[TimedGraph]]]:
-    """(the rotation, or None; the graphs of each simulated rank, by job)."""
-    n, per_node, gradients = scenario.ranks, scenario.per_node, scenario.gradients
-
-    def lane(name: str, exact: bool | None) -> tuple[Symmetry | None, list[list[TimedGraph]]]:
-        """The same of a lane's jobs."""
-        groups = [one.group for one in steps if one.lane == name]
-        if name == "gather":
-            operation, is_torch = GATHER, isinstance(scenario.weights, Torch)
-            buckets = [gathers[group].bucket for group in groups]
+) -> tuple[int, list[list[TimedGraph]]]:
+    """As of `Ensemble.graphs`, of the steps' collectives."""
+    n, parts, torchs = scenario.ranks, [], []
+    for one in steps:
+        operation, is_torch = GATHER, isinstance(scenario.weights, Torch)
+        if one.lane == "gather":
+            specs = gathers[one.group].bucket
         else:
-            operation, is_torch = SCATTER, isinstance(gradients, Torch)
-            shapes = [scenario.groups[group] for group in groups]
-            buckets = [scattered(of, gradients, scenario.feedback, n) for of in shapes]
+            operation, is_torch = SCATTER, isinstance(scenario.gradients, Torch)
+            group = scenario.groups[one.group]
+            specs = scattered(group, scenario.gradients, scenario.feedback, n)
+        torchs.append(is_torch)
         options = Options(segments=1) if is_torch else scenario.options
-        algorithm = algorithm_on(options, n, per_node, operation)
-        known = _free(curves, buckets) if is_torch else curves
-        ensemble = Ensemble(n, per_node, algorithm, options, known, operation)
-        rotation, graphs = ensemble.jobs(buckets, exact)
-        if is_torch:
-            graphs = [list(map(by_torch, mine, buckets)) for mine in graphs]
-        return rotation, graphs
-
-    found = {name: lane(name, scenario.exact) for name in ("gather", "reduce")}
-    if found["gather"][0] != found["reduce"][0]:
-        found = {name: lane(name, True) for name in found}
-    graphs = []
-    for of_rank in zip(*(graphs for _, graphs in found.values()), strict=True):
-        mine = dict(zip(found, map(iter, of_rank), strict=True))
-        graphs.append([next(mine[one.lane]) for one in steps])
-    return found["gather"][0], graphs
-
-
-def _free(curves: Curves, buckets: list[Bucket]) -> Curves:
-    """Curves in which the codecs of these buckets take no time."""
-    forms = curves.codecs["Identity()"]
-    nothing = dict.fromkeys(forms, (0.0, 0.0, 0.0))
-    of = {str(spec.codec): nothing for bucket in buckets for spec in bucket}
-    return replace(curves, codecs={**curves.codecs, **of})
+        parts.append(Part(operation, specs, options, torch.device("cpu")))
+    represented, graphs = Ensemble(n, scenario.per_node, curves).graphs(parts, scenario.exact)
+    return represented, [
+        [
+            by_torch(timed, part.specs) if of_torch else timed
+            for timed, part, of_torch in zip(mine, parts, torchs, strict=True)
+        ]
+        for mine in graphs
+    ]
 
 
 def _uncompressed(scenario: ShardedScenario) -> int:

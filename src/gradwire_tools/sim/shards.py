@@ -21,7 +21,6 @@ from gradwire.collectives import Operation
 from gradwire.lang import Codec, layout
 from gradwire.lang.exact import Exact
 from gradwire.partition import Spec
-from gradwire_tools.sim.buckets import Bucket
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.models import Shape, Shapes
 from gradwire_tools.sim.rank import TimedGraph
@@ -30,6 +29,8 @@ GATHER = Operation("all_gather")
 SCATTER = Operation("reduce_scatter", "sum")
 
 _BYTES = Exact("")
+
+Specs = tuple[Spec, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Gathered:
         encoded, decoded: by codec, values that rank 0 encodes before, and decodes after.
     """
 
-    bucket: Bucket
+    bucket: Specs
     encoded: dict[Codec, int]
     decoded: dict[Codec, int]
 
@@ -99,7 +100,7 @@ def gathered(group: Shapes, weights: Weights, ranks: int) -> Gathered:
     return Gathered((spec,), dict(encoded), dict(decoded))
 
 
-def scattered(group: Shapes, gradients: Gradients, feedback: bool, ranks: int) -> Bucket:
+def scattered(group: Shapes, gradients: Gradients, feedback: bool, ranks: int) -> Specs:
     """The reduce-scatter of a group's fp32 gradients; those of fewer than two dimensions are sent
     uncompressed, as in gradwire.planner."""
     if isinstance(gradients, Torch):
@@ -129,27 +130,12 @@ def lengths(shape: Shape, ranks: int) -> tuple[int, ...]:
     return tuple(min(max(rows - rank * most, 0), most) * row for rank in range(ranks))
 
 
-def with_bytes(curves: Curves) -> Curves:
-    """Curves that have copies of bytes, too: a byte takes a fourth of what a value of Identity
-    does.
-
-    Raises:
-        ConfigError: Identity has no curve.
-    """
-    curves.seconds(Identity(), "encode", 1, 0)
-    copied = {
-        form: (call, value / 4, payload / 4)
-        for form, (call, value, payload) in curves.codecs[str(Identity())].items()
-    }
-    return replace(curves, codecs={**curves.codecs, str(_BYTES): copied})
-
-
-def by_torch(timed: TimedGraph, bucket: Bucket) -> TimedGraph:
+def by_torch(timed: TimedGraph, bucket: Specs) -> TimedGraph:
     """The graph of a bucket, in one segment, as torch's collective would run it at best: messages
     have no headers, and kernels take no time."""
     ((each, *_),) = (spec.lengths for spec in bucket)
     sizes = [each if nbytes else 0 for nbytes in timed.nbytes]
-    return TimedGraph(timed.graph, [0.0] * len(timed.seconds), sizes, each, timed.tables)
+    return replace(timed, seconds=[0.0] * len(timed.seconds), nbytes=sizes, largest=each)
 
 
 def codecs_of(groups: Sequence[Shapes], weights: Weights, gradients: Gradients) -> set[Codec]:

@@ -1,11 +1,12 @@
-"""The durations of a bucket's tasks: the bucket is cut as in gradwire.collectives and timed by
-curves.
+"""The durations of a collective's tasks: its tensors are cut as in gradwire.collectives and timed
+by curves.
 
 Where one node represents all, chunks first get their mean size, so that all ranks are symmetric.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +21,15 @@ from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
 from gradwire.engine.topology import Topology
 from gradwire.lang import Codec
-from gradwire_tools.sim.buckets import Bucket
+from gradwire.lang.exact import Exact
+from gradwire.partition import Spec
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.rank import TimedGraph
 
 
 @dataclass(frozen=True)
 class BucketContents:
-    """The contents of a bucket's messages.
+    """The contents of a collective's messages.
 
     Attributes:
         sizes: bytes of payloads, as algorithms take them; where lengths depend on data, the
@@ -55,21 +57,25 @@ def algorithm_on(
 
 
 def bucket_contents(
-    bucket: Bucket,
+    specs: Sequence[Spec],
     algorithm: Algorithm,
     options: Options,
     world_size: int,
     in_memory: bool = False,
     operation: Operation = AVERAGE,
 ) -> BucketContents:
-    """Cut a bucket for an algorithm; `in_memory` if all ranks are on one node."""
-    parts = cut(operation, bucket, algorithm, world_size, options, in_memory)
-    feedback = np.array([spec.feedback for spec in bucket], dtype="i8")
+    """Cut tensors for an algorithm; `in_memory` if all ranks are on one node."""
+    parts = cut(operation, specs, algorithm, world_size, options, in_memory)
+    feedback = np.array([spec.feedback for spec in specs], dtype="i8")
+    # What is copied takes time by its bytes.
+    weight = [d.itemsize / 4 if isinstance(codec, Exact) else 1.0 for codec, d in parts.kinds]
     kinds = tuple((codec, kept) for codec, _ in parts.kinds for kept in (False, True))
     shape = len(parts.sizes[0]), len(parts.sizes), len(kinds)
     message = parts.chunk * len(parts.sizes) + parts.segment
     place = message * len(kinds) + parts.kind * 2 + feedback[parts.item]
-    values = np.bincount(place, parts.numel, int(np.prod(shape))).reshape(shape)
+    values = np.bincount(
+        place, parts.numel * np.array(weight)[parts.kind], int(np.prod(shape))
+    ).reshape(shape)
     calls = None
     if not options.batched:
         calls = np.bincount(place, minlength=values.size).reshape(shape)
@@ -97,7 +103,7 @@ def equal_chunks(contents: BucketContents, chunks: int) -> BucketContents:
 def timed_graph(
     contents: BucketContents, algorithm: Algorithm, rank: int, world_size: int, curves: Curves
 ) -> TimedGraph:
-    """The graph of a bucket on `rank`, with the durations of its tasks.
+    """The graph of a collective on `rank`, with the durations of its tasks.
 
     Raises:
         ConfigError: a codec has no curve.

@@ -186,7 +186,7 @@ class TrainingThread:
             self._begin(job)
 
     def _begin(self, job: int) -> None:
-        submit = partial(self._rank.submit, job, self._graphs[job])
+        submit = partial(self._rank.submit, job, [[self._graphs[job]]])
         self._kernel(job, self._jobs[job].before, submit)
 
     def _arrived(self, job: int) -> None:

@@ -1,6 +1,7 @@
 """Measures this machine for `gradwire sim`: the kernels' curves and the engine's overheads.
 
-Kernels as in gradwire/planner/kernel_costs.py. The engine is measured between two ranks of this
+Kernels as in gradwire/planner/kernel_costs.py. Aggregators run on random square matrices, where
+nothing is sent. The engine is measured between two ranks of this
 machine over gloo: posting, latency, processor time per byte, and the time of a tiny all-reduce
 beyond the simulated time. The results are kept in the user's cache.
 """
@@ -8,6 +9,7 @@ beyond the simulated time. The results are kept in the user's cache.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -18,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.aggregators import Aggregator, Attached, rounds_of
 from gradwire.codecs import Identity, name_of
+from gradwire.collectives import AllReduce, Options
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.engine.message import Envelope, check, seal
-from gradwire.lang import Codec
+from gradwire.lang import Codec, rng
 from gradwire.planner import kernel_costs
 from gradwire.transport import TorchP2P
 from gradwire_tools.bench import interleaved, workers
@@ -29,6 +33,7 @@ from gradwire_tools.bench.network.transports import one_way, round_trips
 from gradwire_tools.bench.network.world import World
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.sim import Curves, curves
+from gradwire_tools.sim.buckets import STEADY
 from gradwire_tools.sim.calibrate import SEGMENTS, VALUES, engine
 from gradwire_tools.sim.curves import Curve
 
@@ -37,6 +42,9 @@ _POSTS = 64
 _STREAM = 12  # messages of 4 MB
 _TAGS = 1 << 10
 _TURNS = 5
+_SIDES = (64, 128, 256, 512, 1024)  # of matrices that aggregators average
+_WORLDS = (2, 8)
+_VALUES = 1 << 22  # of a scope: more than caches hold
 _ROUNDS = 200
 # The shares of a link's rate that TCP gets in the lab, with one busy connection and with several,
 # and the seconds that several lose at first (docs/laboratory/simulator.md). They are constants
@@ -45,11 +53,11 @@ _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
 
 
 def measured(
-    codecs: Iterable[Codec],
+    methods: Iterable[Codec | Aggregator],
     threads: int = 1,
     fresh: bool = False,
 ) -> Curves:
-    """The curves of these codecs, and of Identity, on this machine.
+    """The curves of these codecs and aggregators, and of Identity, on this machine.
 
     Args:
         threads: threads per kernel.
@@ -58,7 +66,7 @@ def measured(
     Raises:
         WorkerError: a rank that measures the engine failed.
     """
-    wanted = list(dict.fromkeys([*codecs, Identity()]))
+    wanted = list(dict.fromkeys([*methods, Identity()]))
     file = kernel_costs.file(threads)
 
     def costs(of: Sequence[Codec]) -> dict[str, dict[str, Curve]]:
@@ -74,11 +82,47 @@ def measured(
         known = engine(kernels, overheads)
     else:
         known = curves.load(file)
-    missing = [codec for codec in wanted if str(codec) not in known.codecs]
-    link = replace(known.link, **_GOODPUT)
-    known = replace(known, codecs={**known.codecs, **costs(missing)}, link=link)
+    missing = [one for one in wanted if str(one) not in {**known.codecs, **known.aggregators}]
+    of_codecs = costs([one for one in missing if isinstance(one, Codec)])
+    of_others = {str(one): computing(one, threads) for one in missing if not isinstance(one, Codec)}
+    known = replace(
+        known,
+        codecs={**known.codecs, **of_codecs},
+        aggregators={**known.aggregators, **of_others},
+        link=replace(known.link, **_GOODPUT),
+    )
     known.save(file)
     return known
+
+
+def computing(aggregator: Aggregator, threads: int) -> list[Curve]:
+    """The curves of an aggregator, before each of its rounds and after the last."""
+    progress(f"computing of {aggregator}", 0, 1)
+    points: list[tuple[int, int, list[float]]] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for numel, ranks in itertools.product((side * side for side in _SIDES), _WORLDS):
+        names, shape = map(str, range(_VALUES // numel)), (math.isqrt(numel),) * 2
+        members = [
+            Attached(name, shape, aggregator, rng.parameter_keys(0, name, 0), step=STEADY)
+            for name in names
+        ]
+        turns = []
+        for _ in range(1 + _TURNS):
+            reductions = [AllReduce(part) for part in torch.randn(_VALUES).split(numel)]
+            marks = [time.perf_counter()]
+            for _ in rounds_of(members, reductions, Options(), 0, ranks):
+                marks.append(time.perf_counter())
+            turns.append([b - a for a, b in itertools.pairwise([*marks, time.perf_counter()])])
+        medians = [statistics.median(of) / len(members) for of in zip(*turns[1:], strict=True)]
+        points.append((numel, ranks, medians))
+    torch.set_num_threads(before)
+    stages = max(len(medians) for *_, medians in points)  # fewer, where no matrix shrinks
+    whole = [point for point in points if len(point[2]) == stages]
+    return [
+        kernel_costs.fit([(numel, ranks, medians[at]) for numel, ranks, medians in whole])
+        for at in range(stages)
+    ]
 
 
 # ---- one of the two ranks

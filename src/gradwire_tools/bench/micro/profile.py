@@ -52,7 +52,7 @@ from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import row_kind
 from gradwire_tools.bench.train.methods import attach, parse
-from gradwire_tools.sim.buckets import ddp_buckets
+from gradwire_tools.sim import Net, Scenario
 
 KINDS = (
     row_kind(
@@ -127,8 +127,8 @@ def _shapes(numel: int) -> tuple[tuple[int, ...], ...]:
 def _compile_s(row: Mapping[str, Any]) -> float:
     """Median seconds of compiling a row's bucket for rank 0 of 1024."""
     codec, options = parse(row["method"]).how()
-    buckets = ddp_buckets(_shapes(row["numel"]), codec, False, 1024)
-    specs = tuple(spec for bucket in buckets for spec in bucket)
+    scenario = Scenario(1024, Net("none"), codec, _shapes(row["numel"]), coalesce_bytes=1 << 40)
+    ((specs,),) = ([part.specs for (part,) in scope.rounds] for scope in scenario.scopes)
     topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
     seconds = []
     for _ in range(_COMPILATIONS):

@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from gradwire import codecs as codec_table
-from gradwire.aggregators import Compressed, registry
+from gradwire.aggregators import registry
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -200,7 +200,7 @@ def _wanted(choice: Choice) -> list[Setting]:
 def method_of(setting: Setting) -> str:
     """As `bench collectives` names it."""
     options = setting.options
-    codec = registry.text(Compressed(setting.codec))
+    codec = registry.text(registry.get(setting.codec))
     text = f"gradwire:{codec}:algorithm={options.algorithm}"
     if options.segments is not None:
         text += f":segments={options.segments}"
