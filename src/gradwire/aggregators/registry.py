@@ -104,7 +104,7 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
 
 def text(aggregator: Aggregator, bits: bool = False) -> str:
     """The text that `get` takes for an aggregator without error feedback: what differs from its
-    defaults; with `bits` these, too, for people.
+    defaults; with `bits` those and ranks, too, for people.
 
     Raises:
         ConfigError: a class that is not registered, or an option that has no text.
@@ -123,7 +123,8 @@ def text(aggregator: Aggregator, bits: bool = False) -> str:
         plain = get(name)
         usual = plain.codec if isinstance(plain, Compressed) else plain
         defaults = {o: getattr(usual, o, getattr(plain, o, None)) for o in given}
-        told = {o: v for o, v in given.items() if v != defaults[o] or (bits and o == "bits")}
+        always = ("bits", "rank") if bits else ()
+        told = {o: v for o, v in given.items() if o in always or v != defaults[o]}
         if all(isinstance(v, int | float | str) for v in told.values()):
             return ":".join([name, *(f"{option}={_word(v)}" for option, v in told.items())])
     raise ConfigError(f"{aggregator} has no text: a plan in a file has registered codecs alone")

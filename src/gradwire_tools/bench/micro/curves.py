@@ -109,7 +109,8 @@ def computing(aggregator: Aggregator, threads: int) -> list[Curve]:
         ]
         turns = []
         for _ in range(1 + _TURNS):
-            reductions = [AllReduce(part) for part in torch.randn(_VALUES).split(numel)]
+            parts = torch.randn(_VALUES, dtype=torch.float32).split(numel)
+            reductions = [AllReduce(part) for part in parts]
             marks = [time.perf_counter()]
             for _ in rounds_of(members, reductions, Options(), 0, ranks):
                 marks.append(time.perf_counter())
