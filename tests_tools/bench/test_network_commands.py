@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_runs import keys_of
 
 from command_line import refused, run
@@ -71,10 +72,10 @@ def test_every_default_method_of_collectives_has_a_row() -> None:
     assert by_method["torch-fp32"]["wire_bytes"] == 4 * 40_000
     assert by_method["torch-fp16-hook"]["wire_bytes"] == 2 * 40_000
     # 4 bits and two bf16 numbers for each 128 values; two messages with their headers
-    assert by_method["gradwire-qsgd4"]["wire_bytes"] == pytest.approx(160_000 / 7.53, rel=0.02)
+    assert by_method["qsgd:bits=4"]["wire_bytes"] == pytest.approx(160_000 / 7.53, rel=0.02)
     assert by_method["torch-fp32"]["nmse"] < 1e-12
     assert by_method["torch-fp16-hook"]["nmse"] < 1e-6
-    assert 1e-3 < by_method["gradwire-qsgd4"]["nmse"] < 0.1
+    assert 1e-3 < by_method["qsgd:bits=4"]["nmse"] < 0.1
     assert by_method["torch-powersgd"]["wire_bytes"] == 4 * 4 * (200 + 200)
 
 
@@ -227,3 +228,11 @@ def test_it_joins_the_ranks_of_torchrun(words: str) -> None:
         assert link["alpha"] > 3e-3
         assert link["card"] not in (None, "lo", "loopback", "shared memory")
         assert found[-1]["part"] == "verdict"
+
+
+def test_errors_are_those_of_the_whole_gradient() -> None:
+    for numel in (1, 5, (1 << 20) + 1, 5 << 20):
+        found = collectives.sampled(torch.arange(numel, dtype=torch.float32))
+        assert found.numel() <= 1 << 20
+        assert found[0] == 0
+        assert found[-1] > 0.8 * (numel - 1) or numel == 1

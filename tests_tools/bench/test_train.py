@@ -22,7 +22,7 @@ from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.multiprocess
 
-FULL, HALF, OURS = "torch-fp32", "torch-fp16-hook", "gradwire-qsgd4"
+FULL, HALF, OURS = "torch-fp32", "torch-fp16-hook", "qsgd:bits=4"
 LOW, LOWER, CUT = "torch-powersgd", "torch-powersgd:rank=1", "truncate:ratio=10"
 CONFIG = replace(TINY, methods=(FULL, HALF, LOW, OURS, LOWER, CUT), evaluate_every=2, rolling=3)
 OF_SHARDED = {"sharded", "policy", "accumulate", "weights_wire_bytes", "gradients_wire_bytes"}

@@ -98,7 +98,7 @@ def run(
             no lab on this machine.
         WorkerError: a rank failed.
     """
-    names = tuple(methods or ("gradwire-qsgd4",))
+    names = tuple(methods or ("qsgd:bits=4",))
     for name in names:
         method = parse(name)
         if method.kind != "gradwire":

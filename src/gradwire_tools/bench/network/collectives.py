@@ -51,12 +51,8 @@ KINDS = (
 )
 
 DEFAULT_METHODS = (
-    "torch-fp32",
-    "torch-fp16-hook",
-    "torch-bf16-hook",
-    "torch-powersgd",
-    "gradwire-qsgd4",
-)
+    "torch-fp32", "torch-fp16-hook", "torch-bf16-hook", "torch-powersgd", "bf16", "qsgd:bits=4",
+)  # fmt: skip
 _TIMEOUT_S = 1200.0
 _SAMPLE = 1 << 20  # values whose error is measured
 _WARM_UP = 3  # torch's PowerSGD sends its first two uncompressed
@@ -77,7 +73,7 @@ def run(
     Args:
         ranks: number of ranks.
         net: RATE,LATENCY or none.
-        methods: names as in `bench train`; by default torch's four and gradwire's 4 bits.
+        methods: names as in `bench train`; by default torch's four, and gradwire's bf16 and 4 bits.
         codecs: instead of methods, these codecs of gradwire at their defaults.
         numel: values of the gradient; 25 million, or 2.5 million if `quick`.
         quick: end within 45 seconds on two idle cores, unless the network is slow.
@@ -107,14 +103,13 @@ def measure(world: World, methods: Sequence[str], numel: int, rounds: int) -> li
     """A row for each method; all take turns."""
     timed_methods = [_TimedMethod(name, numel) for name in methods]
     gradient = _gradient_of(dist.get_rank(), numel)
-    turns = _WARM_UP + rounds
-    for turn in range(turns):
+    for turn in range(turns := _WARM_UP + rounds):
         progress(f"turns of {', '.join(methods)}", turn, turns)
         for timed_method in timed_methods:
             if len(timed_methods) > 1:
                 timed_method.step(gradient, counts=False)
             timed_method.step(gradient, counts=turn >= _WARM_UP)
-    parts = [_gradient_of(r, numel)[:_SAMPLE].double() for r in range(dist.get_world_size())]
+    parts = [sampled(_gradient_of(r, numel)) for r in range(dist.get_world_size())]
     expected = torch.stack(parts).mean(0)
     return [timed_method.row(expected, world) for timed_method in timed_methods]
 
@@ -170,7 +165,7 @@ class _TimedMethod:
 
     def row(self, expected: torch.Tensor, world: World) -> Row:
         assert self.weight.grad is not None
-        found = self.weight.grad.view(-1)[: expected.numel()].double()
+        found = sampled(self.weight.grad.view(-1))
         ours = self.method.kind == "gradwire"
         algorithm = str(self.method.options.get("algorithm", "sra")) if ours else "ring"
         transport = communicator().transport if ours else None
@@ -204,6 +199,11 @@ def _rounds(algorithm: str, world: World) -> int:
         nodes = tuple(rank // world.per_node for rank in range(world.count))
         return Hierarchical(nodes=nodes).rounds_between(world.count)
     return algorithms.get(algorithm).rounds(world.count)
+
+
+def sampled(values: torch.Tensor) -> torch.Tensor:
+    """At most `_SAMPLE` values, from all of a gradient, whose scale varies along it."""
+    return values[:: -(-values.numel() // _SAMPLE)].double()
 
 
 def _gradient_of(rank: int, numel: int) -> torch.Tensor:

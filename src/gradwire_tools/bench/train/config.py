@@ -19,7 +19,7 @@ from gradwire_tools.bench.train.methods import Method
 from gradwire_tools.bench.train.sharded import ShardedMethod
 from gradwire_tools.lab import Schedule, links
 
-COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # of short runs
+COMPARED = ("torch-fp32", "torch-fp16-hook", "qsgd:bits=4")  # of short runs
 TOLERANCE = 0.01  # relative, on the baseline's last loss
 
 
