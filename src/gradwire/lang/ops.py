@@ -32,17 +32,8 @@ from itertools import islice
 from typing import Any
 
 from gradwire.lang import ir, shapes
-from gradwire.lang.matrices import decomp as decomp
-from gradwire.lang.matrices import elements as elements
-from gradwire.lang.matrices import matmul as matmul
-from gradwire.lang.matrices import matrix as matrix
-from gradwire.lang.selections import filter as filter
-from gradwire.lang.selections import gather as gather
-from gradwire.lang.selections import keep as keep
-from gradwire.lang.selections import scatter as scatter
-from gradwire.lang.selections import share as share
-from gradwire.lang.selections import sort as sort
-from gradwire.lang.selections import topk as topk
+from gradwire.lang.matrices import decomp, elements, matmul, matrix
+from gradwire.lang.selections import filter, gather, keep, scatter, share, sort, topk
 from gradwire.lang.source import mistake
 from gradwire.lang.trace import (
     Payload,
@@ -58,6 +49,12 @@ from gradwire.lang.trace import (
     stream,
 )
 
+__all__ = [
+    "abs", "bf16", "clamp", "concat", "count", "decomp", "elements", "filter", "floor", "fp8",
+    "fp16", "fp32", "gather", "index", "int32", "inverse", "isfinite", "keep", "lookup", "map",
+    "matmul", "matrix", "native", "random", "reduce", "rotate", "scatter", "share", "sort", "sqrt",
+    "table", "topk", "trit", "uint", "where",
+]  # fmt: skip
 MAX_TABLE = 256
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
 _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
