@@ -13,7 +13,7 @@ import torch
 import gradwire
 from gradwire import aggregators, codecs
 from gradwire.aggregators import registry
-from gradwire.lang import Codec
+from gradwire.lang import Codec, ops
 from rooms.handles import handle as handles
 
 
@@ -32,6 +32,19 @@ def test_names_are_few_and_there_and_methods_are_where_errors_say() -> None:
         else:
             with pytest.raises(gradwire.ConfigError, match=rf"write gw\.\w+\.{name}"):
                 getattr(gradwire, name)
+
+
+def test_a_star_imports_codecs_and_operators_alone() -> None:
+    found: dict[str, dict[str, object]] = {"codecs": {}, "lang.ops": {}}
+    for module, names in found.items():
+        exec(f"from gradwire.{module} import *", names)
+        del names["__builtins__"]
+    classes = {made.__name__ for made, _ in codecs.REGISTRY.values()}
+    others = {"REGISTRY", "Codec", "get", "listing", "name_of", "options"}
+    assert {*found["codecs"]} == classes | others
+    rooms = {f"gradwire.lang.{name}" for name in ("ops", "matrices", "selections")}
+    operators = {n for n, f in vars(ops).items() if getattr(f, "__module__", "") in rooms}
+    assert {*found["lang.ops"]} == {n for n in operators if not n.startswith("_")}
 
 
 def test_what_has_gone_says_what_to_write() -> None:

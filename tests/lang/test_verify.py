@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gradwire.codecs import TopK
+from gradwire.errors import ConfigError
 from gradwire.lang import Codec, LanguageError, decode, encode, layout, ops, show
 from gradwire.lang.ops import *  # noqa: F403
 from ranks import caught
@@ -42,6 +43,22 @@ def twice(code: Any) -> Any:
 
 def largest(g: Any) -> Any:
     return topk(g, share(0.1))
+
+
+def asserted(g: Any) -> Any:
+    assert g is None
+    return one(g)
+
+
+def endless(g: Any) -> Any:
+    return endless(-g)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def encode(g: Any) -> Any:
+        raise error
+
+    return encode
 
 
 # (part of the message, encode, decode); decode is `plain` by default
@@ -164,12 +181,26 @@ CASES: list[tuple[Any, ...]] = [
     ("not the constant 2", lambda g: concat(code=uint(1, where(g > 0, 1, where(g < 0, 2, g))))),
     ("trit: holds 0 to 2, not the constant nan", lambda g: concat(code=ops.trit(math.nan))),
     ("not the constant 5", lambda g: concat(code=uint(2, ops.lookup([1, 2, 5], g)))),
+    (
+        "uint2: holds 0 to 3, not the constant 9",
+        lambda g: concat(code=uint(2, ops.lookup(table([0, 1, 2, 9]), where(g > 0, 3, 0)))),
+    ),
+    (
+        "trit: holds 0 to 2, not the constant -1",
+        lambda g: concat(code=ops.trit(ops.lookup(table([-1, 0, 1]), where(g > 0, 2, 0)))),
+    ),
+    ("not the constant 7", one, lambda code: code + uint(2, where(code > 0, *table([7, 0])))),
     ("not the constant 4", one, lambda code: code + uint(2, 4)),
     ("a division by 0", lambda g: one(g / 0)),
     ("a division by 0", lambda g: one(reduce(max, g) / np.float32(-0.0) + g)),
     ("NameError: name 'nothing' is not", lambda g: one(map(lambda v: v * nothing, g))),
     ("NameError: name 'nothing' is not", one, lambda code: code * nothing),
     ("TypeError: where() missing 2 required", lambda g: one(where(g))),
+    ("ValueError: could not convert", lambda g: one(g * float("x"))),
+    ("ValueError: ", lambda g: one(g * math.sqrt(-1))),
+    (": AssertionError", asserted),
+    ("a symbol has no mean", lambda g: one(g - np.mean(g))),
+    ("LinAlgError: Singular matrix", lambda g: one(g * np.linalg.inv(np.zeros((2, 2)))[0, 0])),
     ("'int' object has no attribute 'dim'", lambda g: one(torch.nn.functional.dropout2d(3) + g)),
     ("takes min, max or sum, not <lambda>", lambda g: one(g - reduce(lambda a, b: a, g))),
 ]
@@ -198,6 +229,15 @@ def misplaced(
 
 def test_errors_point_to_the_source() -> None:
     assert misplaced(CASES) == []
+
+
+def test_errors_that_are_not_the_codecs_stay() -> None:
+    for error in (KeyboardInterrupt(), MemoryError(), ConfigError("its own")):
+        with pytest.raises(type(error)) as found:
+            layout(make(raising(error)))
+        assert found.value is error
+    with pytest.raises(RecursionError):
+        layout(make(endless))
 
 
 def test_numbers_of_numpy_and_powers_work() -> None:

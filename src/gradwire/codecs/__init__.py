@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.codecs import registry
 from gradwire.codecs.registry import *  # noqa: F403
@@ -16,6 +16,10 @@ from gradwire.lang.forms import derive
 
 # name -> (class, options fixed by the name)
 REGISTRY = registry._REGISTRY
+
+if not TYPE_CHECKING:  # type checkers read no list that is computed
+    __all__ = ["REGISTRY", "Codec", "get", "listing", "name_of", "options"]
+    __all__ += list({made.__name__: made for made, _ in REGISTRY.values()})
 
 # What other libraries call a codec, for an error.
 ELSEWHERE = {
@@ -90,14 +94,9 @@ def listing() -> list[dict[str, Any]]:
     rows = []
     for name in REGISTRY:
         codec = get(name)
-        rows.append(
-            {
-                "codec": name,
-                "operators": list(derive(codec, "fp32").operators),
-                "lines": source_lines(codec),
-                "options": options(codec),
-            }
-        )
+        operators = list(derive(codec, "fp32").operators)
+        row = {"codec": name, "operators": operators, "lines": source_lines(codec)}
+        rows.append({**row, "options": options(codec)})
     return rows
 
 

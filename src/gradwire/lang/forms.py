@@ -132,7 +132,7 @@ class _Tracer:
         self, x: Node, latest: Node, again: bool = False, feedback: bool = False
     ) -> tuple[tuple[str, Node], ...]:
         """The stored fields of `x`; `again`: x is a sum of decoded payloads."""
-        with tracing(Trace(self.native, feedback=feedback)) as trace:
+        with tracing(Trace(self.native, feedback=feedback), self.codec) as trace:
             # Codec.encode_sum calls encode without `latest`, so call encode itself
             own = type(self.codec).encode_sum is not Codec.encode_sum
             encode = self.codec.encode_sum if again and own else self.codec.encode
@@ -157,7 +157,7 @@ class _Tracer:
     def decode(self, fields: tuple[tuple[str, Node], ...], source: bool = False) -> Node:
         """The decoded elements of these fields; `source`: they are those of a fold's peer."""
         trace = Trace(self.native, block=self.block, source=source, table=self.table)
-        with tracing(trace):
+        with tracing(trace, self.codec):
             trace.uses("extract")
             elements = self.codec.decode(**{name: Value(n) for name, n in fields})
         verify.elements(self.codec, elements, {n for _, n in fields}, self.drawn or frozenset())

@@ -32,17 +32,8 @@ from itertools import islice
 from typing import Any
 
 from gradwire.lang import ir, shapes
-from gradwire.lang.matrices import decomp as decomp
-from gradwire.lang.matrices import elements as elements
-from gradwire.lang.matrices import matmul as matmul
-from gradwire.lang.matrices import matrix as matrix
-from gradwire.lang.selections import filter as filter
-from gradwire.lang.selections import gather as gather
-from gradwire.lang.selections import keep as keep
-from gradwire.lang.selections import scatter as scatter
-from gradwire.lang.selections import share as share
-from gradwire.lang.selections import sort as sort
-from gradwire.lang.selections import topk as topk
+from gradwire.lang.matrices import decomp, elements, matmul, matrix
+from gradwire.lang.selections import filter, gather, keep, scatter, share, sort, topk
 from gradwire.lang.source import mistake
 from gradwire.lang.trace import (
     Payload,
@@ -58,6 +49,12 @@ from gradwire.lang.trace import (
     stream,
 )
 
+__all__ = [
+    "abs", "bf16", "clamp", "concat", "count", "decomp", "elements", "filter", "floor", "fp8",
+    "fp16", "fp32", "gather", "index", "int32", "inverse", "isfinite", "keep", "lookup", "map",
+    "matmul", "matrix", "native", "random", "reduce", "rotate", "scatter", "share", "sort", "sqrt",
+    "table", "topk", "trit", "uint", "where",
+]  # fmt: skip
 MAX_TABLE = 256
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
 _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
@@ -124,8 +121,7 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     """
     trace, name = active(), _name(scope, _SCOPES, "random: scope")
     trace.uses("random")
-    node = record("random", attr=stream(shared), scope=_SCOPES[name])
-    return Value(node)
+    return Value(record("random", attr=stream(shared), scope=_SCOPES[name]))
 
 
 def index(of: str = "parameter") -> Value:
@@ -164,11 +160,11 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
         raise mistake(f"{dtype}: a selection is not a number: gather(x, selection)")
     for n in ir.walk([value.node], _chosen) if dtype in ir.TOP else ():
         # what is computed is clamped: which numbers meet there is not known while tracing
-        if isinstance(n.attr, float) and not -1.0 < n.attr < ir.TOP[dtype] + 1.0:
-            raise mistake(f"{dtype}: holds 0 to {ir.TOP[dtype]}, not the constant {n.attr:g}")
+        number = active().table[n.attr] if isinstance(n.attr, int) else n.attr
+        if isinstance(number, float) and not -1.0 < number < ir.TOP[dtype] + 1.0:
+            raise mistake(f"{dtype}: holds 0 to {ir.TOP[dtype]}, not the constant {number:g}")
     scope = max(value.node.scope, ir.Scope.TENSOR)
-    node = as_number(value.node)
-    cast = record("cast", (node,), rounding, dtype=dtype, scope=scope)
+    cast = record("cast", (as_number(value.node),), rounding, dtype=dtype, scope=scope)
     return Value(cast, value.blocked, value.within)
 
 
@@ -285,11 +281,8 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
             raise mistake(f"rotate: {option}={given!r}: use True or False")
     rotation = ir.Rotation(stream("rotate"), inverse, full)
     node = numbers_of_elements(value, "rotate")
-    return Value(
-        record("rotate", (node,), rotation, scope=ir.Scope.ELEMENT),
-        blocked=value.blocked,
-        within=value.within and not full,
-    )
+    node = record("rotate", (node,), rotation, scope=ir.Scope.ELEMENT)
+    return Value(node, value.blocked, value.within and not full)
 
 
 # tables ----------------------------------------------------------------------------------------
@@ -301,10 +294,8 @@ def table(numbers: Sequence[float]) -> list[Value]:
     A codec has one table; encode and decode may both use it.
     """
     trace = active()
-    given = _several(numbers, "table")
-    numbers = tuple(ir.single(constant(x)) for x in given)
-    known = not trace.table or ir.same_numbers(trace.table, numbers)
-    if not known:
+    numbers = tuple(ir.single(constant(x)) for x in _several(numbers, "table"))
+    if trace.table and not ir.same_numbers(trace.table, numbers):
         raise mistake("table: a codec has one table of numbers")
     trace.table = numbers
     return [Value(record("param", attr=i)) for i in range(len(numbers))]

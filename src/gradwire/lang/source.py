@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from traceback import walk_tb
@@ -37,10 +38,13 @@ def here() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def line_of(error: BaseException) -> str:
-    """ "file:line" of the last one there that an error passed; empty if it passed none."""
+def line_of(error: BaseException, codec: object) -> str:
+    """ "file:line" of the last line that an error passed in a file of a codec's methods, or ""."""
+    methods = inspect.getmembers(type(codec), inspect.isfunction)
+    files = {inspect.unwrap(method).__code__.co_filename for _, method in methods}
     frames = [(f, line) for f, line in walk_tb(error.__traceback__) if _outside(f)]
-    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else ""
+    lines = [f"{f.f_code.co_filename}:{n}" for f, n in frames if f.f_code.co_filename in files]
+    return lines[-1] if lines else ""
 
 
 def _outside(frame: FrameType) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from gradwire.errors import ConfigError
 from gradwire.lang import ir, shapes
 from gradwire.lang.source import LanguageError, here, line_of, mistake
 
@@ -61,15 +62,19 @@ _active: ContextVar[Trace | None] = ContextVar("gradwire_trace", default=None)
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[Trace]:
-    """Make `trace` the active trace, which operators record into; what Python finds wrong in a
-    codec's method is a `LanguageError` at its line."""
+def tracing(trace: Trace, codec: object) -> Iterator[Trace]:
+    """Make `trace` the active trace, which operators record into; what a method of the codec
+    raises, but for a `ConfigError` of its own, is a `LanguageError` at its line."""
     token = _active.set(trace)
     try:
         yield trace
-    except (NameError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
-        at = line_of(error)
-        raise (LanguageError(at, f"{type(error).__name__}: {error}") if at else error) from error
+    except Exception as error:
+        at, found = line_of(error, codec), error
+        if not isinstance(error, ConfigError | RecursionError | MemoryError):
+            found = LanguageError("", f"{type(error).__name__}: {error}".rstrip(": "))
+        if isinstance(found, LanguageError) and at not in ("", found.location):
+            raise LanguageError(at, found.problem) from error
+        raise
     finally:
         _active.reset(token)
 
