@@ -56,7 +56,7 @@ def table(files: Iterable[Path], kinds: Sequence[str] = (), task: str | None = N
     kind = kinds[0] if kinds else ""
     if task and kind in ("choices", "parts"):
         raise ConfigError(f"--{kind} has rows of no task: leave --task out")
-    found = sort(row for file in files for row in read(file))
+    found = sort(read(*files))
     for name in ("bench train", "decisions"):
         found[name] = [row for row in found[name] if task in (None, row["task"])]
     made, lacking = KINDS[kind]
