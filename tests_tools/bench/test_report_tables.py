@@ -166,6 +166,9 @@ def test_rows_without_summaries_are_refused(made: Made) -> None:
         (train_rows(), "--choices --task gpt", "--choices has rows of no task: leave --task out"),
     ):
         assert said in made(rows, *options.split(), refused=True)
+    for option, file in (("--svg", "losses.svg"), ("--output", "report.html")):
+        complaint = refusal("report", "any", "--table", option, file)[0]
+        assert f"--table and {option} are both given: leave one of them out" in complaint
     for option in ("--gains", "--task=gpt"):
         assert "is for a table: give --table" in refusal("report", "any", option)[0]
 
