@@ -118,3 +118,26 @@ def test_an_error_names_file_line_and_key(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": "one\u2028line, \\ud83d\\ude00"}\n', encoding="utf-8")
     assert rows.read(file) == [{"a": "one\u2028line, \U0001f600"}]
+
+
+def test_a_line_is_in_one_file_only(tmp_path: Path) -> None:
+    """Or tells no run, and so may be of two: examinations of one machine find the same."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+
+    def complaint(*files: Path) -> str:
+        with pytest.raises(ConfigError) as error:
+            report.write(files, tmp_path / "page.html")
+        with pytest.raises(ConfigError, match=re.escape(str(error.value))):
+            report.table(files)
+        return str(error.value)
+
+    shared = json.dumps({**COLLECTIVE, "run": RUN})
+    first.write_text(f"{shared}\n")
+    second.write_text(f'{{"a": 1}}\n{shared}')
+    ending = f"is the same as {first}, line 1: leave one of them out"
+    assert complaint(first, second) == f"{second}, line 2 {ending}"
+    assert complaint(first, first) == f"{first}, line 1 {ending}"
+    for file in (first, second):
+        file.write_text('{"a": 1}\n')
+    assert rows.read(first, second) == [{"a": 1}] * 2
+    assert complaint(first, first) == f"{first}, line 1 {ending}"

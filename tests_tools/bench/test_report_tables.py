@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import DECISION, KERNEL, METHODS, RUN, TRIED, train_rows
+from report_rows import DECISION, KERNEL, METHODS, RUN, TRIED, scaled, train_rows
 
 from command_line import refusal, run
 from gradwire_tools.report import learning
@@ -72,6 +72,49 @@ def test_the_best_cost_no_accuracy_on_any_network(made: Made) -> None:
     assert "with gains" in made(accuracy, "--best", refused=True)
 
 
+def test_a_method_without_a_metric_to_compare_is_lost(made: Made) -> None:
+    """Of a run that diverged; and where fp32 did, or its metric is 0, all methods are."""
+
+    def ended(net: str, method: str, told: Any) -> Rows:
+        lost = {"final_metric": told, "final_loss": told, "metric_name": "accuracy"}
+        return [{**row, **lost} if row["row"] == "summary" and row["method"] == method else row
+                for row in train_rows(net, step=0.1)]  # fmt: skip
+
+    slow, fast = "100mbit,1ms", "10gbit,1ms"
+    told = [f"| {name} latency | – |" for name in ("100 Mbit/s, 1 ms", "10 Gbit/s, 1 ms")]
+    for method, metric in ((METHODS[2], None), (METHODS[0], None), (METHODS[0], 0)):
+        rows = ended(fast, method, metric)
+        assert "with gains" in made(rows, "--best", refused=True)
+        rows += ended(slow, METHODS[2], 1.0)
+        assert made(rows, "--best").splitlines()[2:] == [*told, "", "Highest gains: none."]
+    lacking = [
+        {key: value for key, value in row.items() if key != "final_metric"} for row in train_rows()
+    ]
+    assert "with gains" in made(lacking, "--best", refused=True)
+    for rows in (lacking, ended(slow, METHODS[2], None)):
+        assert f"`{METHODS[2]}`" in made(rows, "--gains")
+
+
+def test_steps_of_each_task_have_their_own_table_and_baselines(made: Made) -> None:
+    gpt = train_rows()
+    image = [
+        {**scaled(row, 0.5), "task": "image", "net": net}
+        for row in train_rows()
+        for net in ("100mbit,1ms", "1gbit,1ms")
+        if (row["method"], net) != (METHODS[2], "100mbit,1ms")
+    ]
+    alone = [made(rows, "--steps") for rows in (gpt, image)]
+    assert f"| `{METHODS[0]}` | – | 1.00 s (2.00) |" in alone[0]
+    assert f"| `{METHODS[2]}` | – | – | 100 ms (0.40) |" in alone[1]
+    first, second = made([*gpt, *image], "--steps").split("\n\nTask `image`")
+    assert first == "Task `gpt`, 4 ranks, 10 parameters, seeds 0, 20 steps:\n\n" + alone[0].rstrip()
+    assert second.endswith(f":\n\n{alone[1]}")
+    slower = [{**scaled(row, 2), "run": {**RUN, "command": "again"}} for row in gpt]
+    again = made([*gpt, *slower], "--steps")
+    assert again.splitlines()[:5] == alone[0].splitlines()[:5]
+    assert again.count(f"`{METHODS[0]}`") == 1
+
+
 def test_a_target_that_the_untrained_model_meets_is_named(made: Made) -> None:
     rows = train_rows()
     for row in rows:
@@ -123,6 +166,9 @@ def test_rows_without_summaries_are_refused(made: Made) -> None:
         (train_rows(), "--choices --task gpt", "--choices has rows of no task: leave --task out"),
     ):
         assert said in made(rows, *options.split(), refused=True)
+    for option, file in (("--svg", "losses.svg"), ("--output", "report.html")):
+        complaint = refusal("report", "any", "--table", option, file)[0]
+        assert f"--table and {option} are both given: leave one of them out" in complaint
     for option in ("--gains", "--task=gpt"):
         assert "is for a table: give --table" in refusal("report", "any", option)[0]
 

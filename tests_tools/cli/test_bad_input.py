@@ -89,6 +89,8 @@ def verbs(program: typer.Typer = app, before: tuple[str, ...] = ()) -> Iterator[
         hints = typing.get_type_hints(command.callback, include_extras=True)
         del hints["return"]
         for name, hint in hints.items():
+            if hint is typer.Context:
+                continue
             plain, told = typing.get_args(hint)
             if isinstance(told, ArgumentInfo):
                 verb.arguments.append(name)

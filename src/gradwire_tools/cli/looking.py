@@ -132,10 +132,8 @@ def codec_build(
             levels = build.levels(names("--isa", isa))
             units = wheel.units(names("--codec", codec_name))
             place = folder or prebuilt.folder()
-            out.measured(
-                build.build(units, levels, place, jobs, progress),
-                ["isa", "kernels", "seconds", "bytes", "file"],
-            )
+            built = build.build(units, levels, place, jobs, progress)
+            out.measured(built, ["isa", "kernels", "seconds", "bytes", "file"])
         except (jit.CompileError, OSError) as error:
             raise ConfigError(f"nothing was built: {of_file(error)}") from error
 

@@ -68,10 +68,8 @@ def sim(
         if validate:
             points = validation.QUICK if quick else {}
             columns = ["ranks", "net", "method", "algorithm", "measured_seconds"]
-            out.measured(
-                validation.run(**points, fresh=fresh),
-                [*columns, "simulated_seconds", "error"],
-            )
+            compared = validation.run(**points, fresh=fresh)
+            out.measured(compared, [*columns, "simulated_seconds", "error"])
             return
         draw = None if plot is None else sim_plot.plotter(plot)
         writable("--plot", plot)

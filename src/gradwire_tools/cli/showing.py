@@ -31,6 +31,7 @@ def demo(
 
 
 def report(
+    context: typer.Context,
     files: Annotated[list[Path], Argument(help="Rows that --json FILE wrote.")],
     page: Page = Path("report.html"),
     svg: Annotated[
@@ -51,6 +52,9 @@ def report(
     flags = {"gains": gains, "best": best, "steps": steps, "choices": choices, "parts": parts}
     kinds = [name for name, given in {**flags, "auto": auto}.items() if given]
     if table:
+        for name, option in (("svg", "--svg"), ("page", "--output")):
+            if "DEFAULT" not in str(context.get_parameter_source(name)):
+                raise ConfigError(f"--table and {option} are both given: leave one of them out")
         typer.echo(reports.table(files, kinds, task))
         return
     for name in (*kinds, *(["task"] if task is not None else [])):

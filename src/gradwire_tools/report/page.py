@@ -30,7 +30,7 @@ def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
         ConfigError: a file cannot be read, holds no rows, or a line of it is no row, as the message
             says; the page cannot be written; or a package is not installed.
     """
-    _write(page, render([row for file in files for row in read(file)], title))
+    _write(page, render(read(*files), title))
 
 
 def picture(files: Iterable[Path], file: Path) -> None:
@@ -39,7 +39,7 @@ def picture(files: Iterable[Path], file: Path) -> None:
     Raises:
         ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
     """
-    _write(file, drawn([row for one in files for row in read(one)]))
+    _write(file, drawn(read(*files)))
 
 
 def drawn(rows: Iterable[Row]) -> str:

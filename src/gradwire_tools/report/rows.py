@@ -31,31 +31,41 @@ def kind_of(row: Row) -> RowKind | None:
     return next((kind for kind in KINDS if kind.has(row)), None)
 
 
-def read(file: Path) -> list[Row]:
-    """The rows of one file.
+def read(*files: Path) -> list[Row]:
+    """The rows of files.
 
     Raises:
-        ConfigError: it cannot be read, holds no rows, a line is no row as its kind is, or is there
-            twice; the message names file, line and key.
+        ConfigError: one cannot be read, holds no rows, a line is no row as its kind is, or is there
+            twice, in one file or in two (where no run is told, two examinations may have found the
+            same); the message names file, line and key.
     """
+    seen: dict[bytes, str] = {}
+    return [row for file in files for row in _read(file, seen)]
+
+
+def _read(file: Path, seen: dict[bytes, str]) -> list[Row]:
+    """The rows of one file, whose lines are added to `seen`, with their places."""
     rows: list[Row] = []
-    seen: dict[bytes, int] = {}
+    mine: dict[bytes, str] = {}
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(iter(lambda: opened.readline(LINE_BYTES + 1), b""), 1):
                 where = f"{file}, line {number}"
                 if len(line) > LINE_BYTES:
                     raise ConfigError(f"{where} is longer than {LINE_BYTES >> 20} MiB: not a row")
-                if not line.strip():
+                if not (text := line.strip()):
                     continue
                 rows.append(_parsed(line, where))
-                if (first := seen.setdefault(line.strip(), number)) != number:
-                    raise ConfigError(f"{where} is the same as line {first}: leave one of them out")
+                first = mine.get(text, seen.get(text))
+                if first and (text in mine or first == where or "run" in rows[-1]):
+                    raise ConfigError(f"{where} is the same as {first}: leave one of them out")
+                mine[text] = f"line {number}"
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"cannot read rows from {file}: {reason}") from error
     if not rows:
         raise ConfigError(f"{file} holds no rows")
+    seen.update((line, f"{file}, {place}") for line, place in mine.items())
     return rows
 
 

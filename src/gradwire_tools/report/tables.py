@@ -31,6 +31,7 @@ from gradwire_tools.report.training import MODEL, gain_map
 
 Kinds = dict[str, list[Row]]  # rows by the name of their kind
 Runs = Sequence[Sequence[Row]]
+TableLines = Callable[[Runs], list[str]]
 
 _COST = 0.01  # of fp32's metric, that is no loss
 _LEGEND = (
@@ -55,7 +56,7 @@ def table(files: Iterable[Path], kinds: Sequence[str] = (), task: str | None = N
     kind = kinds[0] if kinds else ""
     if task and kind in ("choices", "parts"):
         raise ConfigError(f"--{kind} has rows of no task: leave --task out")
-    found = sort(row for file in files for row in read(file))
+    found = sort(read(*files))
     for name in ("bench train", "decisions"):
         found[name] = [row for row in found[name] if task in (None, row["task"])]
     made, lacking = KINDS[kind]
@@ -65,14 +66,16 @@ def table(files: Iterable[Path], kinds: Sequence[str] = (), task: str | None = N
     raise ConfigError(f"there are no {lacking.format(which)}")
 
 
-def _by_training(kinds: Kinds, lines: Callable[[Runs], list[str]]) -> str:
-    """A method is compared with the baselines of its own run, not with those of another's seeds."""
+def _by_training(kinds: Kinds, lines: TableLines, keys: Sequence[str] = ("run",)) -> str:
+    """A method is compared with the baselines of its own run, not with those of another's seeds;
+    where `keys` lack the run, with those of the same training, named if there are several."""
     made = []
-    for mine in grouped(kinds["bench train"], *MODEL, "run").values():
-        runs = _by_network(mine)
-        if runs:
-            made.append(_with_commands([_about(mine), "", *lines(runs)], mine))
-    return "\n\n".join(made)
+    for mine in grouped(kinds["bench train"], *MODEL, *keys).values():
+        if runs := _by_network(mine):
+            made.append((_about(mine), _with_commands(lines(runs), mine)))
+    if len(made) == 1 and "run" not in keys:
+        return made[0][1]
+    return "\n\n".join(f"{about}\n\n{told}" for about, told in made)
 
 
 def _by_network(rows: Sequence[Row]) -> Runs:
@@ -82,13 +85,11 @@ def _by_network(rows: Sequence[Row]) -> Runs:
 
 
 def _about(rows: Sequence[Row]) -> str:
-    summaries, _ = split(rows)
-    first = summaries[0]
+    first, *_ = summaries = split(rows)[0]
     said = f"Task `{first['task']}`, {first['ranks']} ranks"
     if first.get("parameters"):
         said += f", {first['parameters']:,} parameters"
-    seeds = first.get("seeds") or ()
-    if seeds:
+    if seeds := dict.fromkeys(seed for row in summaries for seed in row.get("seeds") or ()):
         said += f", seeds {', '.join(map(str, seeds))}"
     return f"{said}, {length(summaries)}:"
 
@@ -119,7 +120,7 @@ def _grid(runs: Runs) -> list[str]:
     for row in summaries:
         if not row.get("timing_only"):
             line = [f"`{row['method']}`", *(_gain(one, True) for one in gains[row["method"]])]
-            cells.append([*line, *_learned(row, full), digits(row["final_metric"], 4)])
+            cells.append([*line, *_learned(row, full), digits(row.get("final_metric"), 4)])
     heads = ["method", *chart.columns, "last loss", "against fp32", "last metric"]
     return [*_table(heads, cells), "", _LEGEND]
 
@@ -161,55 +162,52 @@ def _best(kinds: Kinds) -> str:
         summaries, evaluations = split(mine)
         gains, full = of_summaries(summaries, evaluations), _full(summaries)
         for row in summaries:
+            of_cell = cells.setdefault((row["net"], row["task"]), {})
             ratio, cost = gains[row["method"]].ratio, _cost(row, full)
             if ratio is None or cost is None or cost > _COST:
                 lost.add(row["method"])
             else:
-                of_cell = cells.setdefault((row["net"], row["task"]), {})
-                known = of_cell.get(row["method"], (0.0, 0.0))
-                of_cell[row["method"]] = max(known, (ratio, cost))
-    if not cells:
+                of_cell[row["method"]] = max((ratio, cost), of_cell.get(row["method"], (0.0, 0.0)))
+    if not any(cells.values()):
         return ""
-    tasks = list(dict.fromkeys(name for _, name in cells))
-    lines, leads = [], Counter[str]()
+    tasks, lines, leads = [*dict.fromkeys(name for _, name in cells)], [], Counter[str]()
     for net in sorted({net for net, _ in cells}, key=rate):
         line = [network(net)]
         for name in tasks:
             of_cell = cells.get((net, name), {})
-            found = [method for method in of_cell if method not in lost]
-            found.sort(key=lambda method: of_cell[method], reverse=True)
+            kept = (method for method in of_cell if method not in lost)
+            found = sorted(kept, key=of_cell.__getitem__, reverse=True)
             leads.update(found[:1])
             told = [f"`{m}` {times(of_cell[m][0])} ({-100 * of_cell[m][1]:+.1f} %)" for m in found]
             line.append("; ".join(told[:3]) or DASH)
         lines.append(line)
     said = ", ".join(f"`{name}` {number}" for name, number in leads.most_common())
-    return "\n".join([*_table(["network", *tasks], lines), "", f"Highest gains: {said}."])
+    return "\n".join([*_table(["network", *tasks], lines), "", f"Highest gains: {said or 'none'}."])
 
 
 def _cost(row: Row, full: Row | None) -> float | None:
-    """How much worse than fp32's a last metric is; None of torch's own methods."""
-    if full is None or row["method"].startswith("torch-") or row.get("timing_only"):
+    """How much worse than fp32's a last metric is; None of torch's own methods, and where one of
+    the two is not known, or fp32's is 0."""
+    mine, bar = row.get("final_metric"), (full or {}).get("final_metric")
+    if mine is None or not bar or row["method"].startswith("torch-") or row.get("timing_only"):
         return None
-    better = 1 if row["metric_name"] == "accuracy" else -1
-    return float(better * (1 - row["final_metric"] / full["final_metric"]))
+    better = 1 if row.get("metric_name") == "accuracy" else -1
+    return float(better * (1 - mine / bar))
 
 
-def _steps(kinds: Kinds) -> str:
+def _steps(runs: Runs) -> list[str]:
     """Methods x networks: medians of steps, in brackets over that of the best 16-bit baseline on
-    the network. Unlike gains they may come from several runs of the same training."""
-    columns = [split(run)[0] for run in _by_network(kinds["bench train"])]
-    if not columns:
-        return ""
-    heads = ["method", "sent per step", *(network(summaries[0]["net"]) for summaries in columns)]
+    the network. Of several runs, unlike for gains, the first with a method counts."""
+    columns = [split(run)[0] for run in runs]
+    bars = [Baselines.of_rows(column).best(column, "step_seconds") or {} for column in columns]
     cells = []
-    for first in columns[0]:
-        line = [f"`{first['method']}`", size(first.get("wire_bytes_per_step"))]
-        for summaries in columns:
-            bar = Baselines.of_rows(summaries).best(summaries, "step_seconds") or {}
-            mine = next((r for r in summaries if r["method"] == first["method"]), {})
-            line.append(_beside(mine.get("step_seconds"), bar.get("step_seconds")))
-        cells.append(line)
-    return _with_commands(_table(heads, cells), kinds["bench train"])
+    for method in dict.fromkeys(row["method"] for column in columns for row in column):
+        mine = [next((r for r in column if r["method"] == method), {}) for column in columns]
+        sent = size(next(filter(None, mine)).get("wire_bytes_per_step"))
+        took = [[row.get("step_seconds") for row in rows] for rows in (mine, bars)]
+        cells.append([f"`{method}`", sent, *map(_beside, *took)])
+    heads = ["method", "sent per step", *(network(column[0]["net"]) for column in columns)]
+    return _table(heads, cells)
 
 
 def _choices(kinds: Kinds) -> str:
@@ -219,11 +217,7 @@ def _choices(kinds: Kinds) -> str:
         name = network(net)
         for row in mine:
             off = percent(1 + row["error"])
-            line = [
-                name,
-                size(row["nbytes"]),
-                f"`{row['method']}` by {row['algorithm']}",
-            ]
+            line = [name, size(row["nbytes"]), f"`{row['method']}` by {row['algorithm']}"]
             line += [seconds(row["seconds"]), seconds(row["expected_seconds"])]
             line += [off if abs(row["error"]) <= predictions.TRUE else f"**{off}**"]
             line += [f"`{row['best_method'].removeprefix('gradwire:')}`", times(row["ratio"])]
@@ -238,10 +232,9 @@ def _parts(kinds: Kinds) -> str:
     found = kinds["bench ablation"]
     columns = grouped(found, "model", "net", "ranks", "where")
     heads = ["part", *(f"{model}, {net}, {n} ranks, {where}" for model, net, n, where in columns)]
-    cells = []
-    for part in dict.fromkeys(row["part"] for row in found):
-        told = [{row["part"]: _part(row) for row in of} for of in columns.values()]
-        cells.append([part, *(of.get(part, DASH) for of in told)])
+    told = [{row["part"]: _part(row) for row in of} for of in columns.values()]
+    parts = dict.fromkeys(row["part"] for row in found)
+    cells = [[part, *(of.get(part, DASH) for of in told)] for part in parts]
     return _with_commands(_table(heads, cells), found) if found else ""
 
 
@@ -289,9 +282,8 @@ def _settled(run: Sequence[Row], decided: int) -> dict[str, float]:
     for (method,), mine in grouped([r for r in run if r["step"] >= decided], "method").items():
         steps = sorted(mine, key=lambda row: int(row["step"]))
         first, last = steps[0], steps[-1]
-        if last["step"] > first["step"]:
-            took = last["seconds"] - first["seconds"]
-            found[str(method)] = took / (last["step"] - first["step"])
+        if count := last["step"] - first["step"]:
+            found[str(method)] = (last["seconds"] - first["seconds"]) / count
     return found
 
 
@@ -309,12 +301,10 @@ def _table(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
 
 def _with_commands(lines: Iterable[str], rows: Sequence[Row]) -> str:
     """A table, and the commands behind its rows."""
-    runs = [row["run"] for row in rows if isinstance(row.get("run"), dict)]
-    made = [
-        f"- `{run.get('command')}` at {run.get('commit') or 'no git checkout'}, "
-        f"{run.get('machine')}"
-        for run in runs
-    ]
+    made = []
+    for run in (row["run"] for row in rows if isinstance(row.get("run"), dict)):
+        commit = run.get("commit") or "no git checkout"
+        made.append(f"- `{run.get('command')}` at {commit}, {run.get('machine')}")
     return "\n".join([*lines, "", *dict.fromkeys(made)])
 
 
@@ -328,7 +318,7 @@ KINDS: dict[str, tuple[Callable[[Kinds], str], str]] = {
     "": (partial(_by_training, lines=_lines), _OTHERS),
     "gains": (partial(_by_training, lines=_grid), _OTHERS),
     "best": (_best, f"{_TRAINED} with gains"),
-    "steps": (_steps, _TRAINED),
+    "steps": (partial(_by_training, lines=_steps, keys=("sharded", "accumulate")), _TRAINED),
     "choices": (_choices, "rows of `gradwire bench planner`"),
     "parts": (_parts, "rows of `gradwire bench ablation`"),
     "auto": (_auto, "rows in which automatic mode tried settings"),
