@@ -130,10 +130,9 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         learning.what_is_learned(trained, summaries),
         *([costs.steps(summaries), costs.sent(summaries)] if summaries else []),
     ]
-    title = f"Training {first['task']}, {first['ranks']} ranks"
-    return Section(
-        title + (", sharded" if first.get("sharded") else ""), told, list(filter(None, questions))
-    )
+    under = ", sharded" if first.get("sharded") else ""
+    title = f"Training {first['task']}, {first['ranks']} ranks{under}, {network(first['net'])}"
+    return Section(title, told, list(filter(None, questions)))
 
 
 def _composed(rows: Sequence[Row], among: Sequence[Row]) -> Section:
