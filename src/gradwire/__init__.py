@@ -99,7 +99,7 @@ _RENAMED = {
     "ErrorFeedback": "gw.aggregators.ErrorFeedback",
     "GlobalTopK": "gw.aggregators.GlobalTopK",
     "LGreco": '"lgreco", or gradwire.controllers.LGreco',
-    "Probe": "gradwire.planner.probe.Probe",
+    "Probe": "gradwire.planner.probe.Probe (import gradwire.planner.probe)",
     "Triggers": "gw.flexible.Triggers",
     "load_state_dict": "gradwire.collectives.load_state_dict",
     "state_dict": "gradwire.collectives.state_dict",

@@ -44,6 +44,7 @@ from gradwire.controllers.error import METRICS
 from gradwire.controllers.flexible import Candidate, search
 from gradwire.controllers.kmeans import clustered
 from gradwire.controllers.layer import plan_cost, plan_error
+from gradwire.controllers.targets import Target
 from gradwire.errors import ConfigError
 
 POLICIES = [Uniform(), Linear(), KMeans(), LGreco(), LGreco(bins=50)]
@@ -329,3 +330,9 @@ def test_each_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
     for given in (np.array([1, 0]), (True, False)):
         assert chosen(given) == (1, 0)
+
+
+def test_a_state_without_a_rank_is_of_the_former_default() -> None:
+    target = Target("gradients", {"a": (64, 64)}, PowerSGD(4), Rank(4))
+    for text, rank in (("powersgd", 2), ("powersgd:rank=2", 2), ("powersgd:rank=8", 8)):
+        assert target.named({"a": text}) == {"a": PowerSGD(rank)}

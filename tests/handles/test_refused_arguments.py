@@ -50,9 +50,18 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("attach", "register"), {"codec": None, "bits": 2}, "options bits"),
     (("attach", "register"), {"options": {"segments": 2}}, "options={'segments': 2}"),
     *(
-        (ALL, {name: 1}, f": {name} is given otherwise now: write {write}")
+        (("attach", "register"), {name: 1}, f": {name} is given otherwise now: write {write}")
         for name, write in arguments.RENAMED.items()
     ),
+    *(
+        (("update",), {name: 1}, f"write options=gw.Options({name}={value}), and with it the other")
+        for name, value in (("algorithm", '"ring"'), ("coalesce_bytes", 0))
+    ),
+    *(
+        (("update",), {name: 1}, f"update: {name} is as `attach` was told")
+        for name in ("plan", "policy", "seed", "keep", "replan", "auto")
+    ),
+    (("update",), {"codec": gw.Auto()}, 'update: "auto" is for attach'),
     (("update",), {"options": gw.Options(seed=1)}, "seed is as `attach` was told"),
     (("update",), {"options": gw.Options(keep="none")}, "keep is as `attach` was told"),
     (ALL, {"error_feedback": "yes"}, "error_feedback='yes'"),
@@ -152,7 +161,7 @@ def test_what_looks_wrong_and_is_not() -> None:
     for given in codecs.ELSEWHERE.values():  # what other libraries' names stand for
         gw.attach(mlp(20, 3), given)
     own = gw.attach(mlp(20, 3), Weighed(bits=4))  # whose option looks like an argument
-    own.update(weight=2.0)
+    own.update(weight=2.0, options=gw.Options("ring", seed=0))  # the seed that it has
     assert own._reductions.switch.newest.rules.default.codec == Weighed(bits=4, weight=2.0)
 
 

@@ -244,11 +244,25 @@ def test_what_was_planned_comes_back_and_yields_to_the_callers_options(tmp_path:
     assert PlanFile.of(plan_by()).options(Options()) == Options()
 
 
+def test_files_of_format_1_mean_what_they_meant(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for found, meant in (
+        ("powersgd", "powersgd:rank=2"),
+        ("powersgd:warm=false", "powersgd:warm=false:rank=2"),
+        ("powersgd:rank=8", "powersgd"),
+    ):
+        rows = {"a": {"gradient": found}}
+        path.write_text(json.dumps({"gradwire_plan": 1, "parameters": rows}))
+        assert PlanFile.read(path).aggregator("a") == registry.get(meant)
+    plan_by("powersgd", error_feedback=True).save(path)
+    assert PlanFile.read(path).aggregator("conv.weight").inner.rank == 8
+
+
 BAD_FILES = [
     (None, "no plan: there is no file "),
     ("{", "no plan: "),
-    ("[]", "no plan of format 1"),
-    ('{"gradwire_plan": 2, "parameters": {}}', "no plan of format 1"),
+    ("[]", "no plan of format 2"),
+    ('{"gradwire_plan": 3, "parameters": {}}', "no plan of format 2"),
     ('{"gradwire_plan": 1, "parameters": {"a": 3}}', "parameter a has no 'gradient'"),
     ('{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "shape": 3}}}', "shape 3"),
     (
@@ -259,7 +273,7 @@ BAD_FILES = [
         '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "weight": "x"}}}',
         "parameter a: unknown codec 'x'",
     ),
-    ('{"gradwire_plan": true, "parameters": {}}', "no plan of format 1"),
+    ('{"gradwire_plan": true, "parameters": {}}', "no plan of format 2"),
     ("[" * 100_000, "nested too deeply"),
     ('{"gradwire_plan": 1, "parameters": {"a": {}, "a": {}}}', "it has 'a' twice"),
     *(

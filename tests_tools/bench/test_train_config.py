@@ -96,6 +96,7 @@ WRONG_METHODS = (
     ("qsgd:every=30", "'every'"),
     ("qsgd:policy=accordion:policy.share=2", "Accordion: share=2"),
     ("qsgd:policy=lgreco:policy.best=2", "has no option 'best'"),
+    ("qsgd:keep=payload", "has no option 'keep'"),  # of weights
     ("qsgd:policy.share=0.5", "'policy.share'"),
     # That watch the network.
     ("auto:pause=1", "has no option 'pause': use one of codecs, methods, policy, trial"),

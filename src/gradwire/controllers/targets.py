@@ -32,7 +32,6 @@ from gradwire.planner.rules import exactly
 log = logging.getLogger("gradwire")
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
-
 Methods = Mapping[str, Mapping[str, Aggregator]]  # by target and parameter
 
 
@@ -73,7 +72,8 @@ class Target:
         found = dict.fromkeys(self.shapes, self.reference)
         for name, text in texts.items():
             choices = {meaning(str(one)): one for one in self.family.methods(self.shapes[name])}
-            method = aggregators.get(text)
+            whole = text if ":rank=" in text else text.replace("powersgd", "powersgd:rank=2")
+            method = aggregators.get(whole)  # older states leave the rank out that was the default
             if meaning(str(method)) not in choices:
                 raise ValueError(f"{name} has {method}")
             found[name] = choices[meaning(str(method))]

@@ -373,7 +373,7 @@ class Adaptation:
         for kind, target in self._targets.items():
             methods = target.methods(self._on.plan)
             other = {n: m for n, m in methods.items() if m != target.reference}
-            found["methods"][kind] = {name: aggregators.text(m) for name, m in other.items()}
+            found["methods"][kind] = {n: aggregators.text(m, bits=True) for n, m in other.items()}
             found[kind] = self._deciders[kind].state(methods)
         return found
 

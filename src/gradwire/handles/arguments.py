@@ -39,7 +39,8 @@ RENAMED = {
 def check_renamed(call: str, keywords: Iterable[str]) -> None:
     """Raise ConfigError for a keyword that a call has no longer."""
     for name in RENAMED.keys() & set(keywords):
-        raise ConfigError(f"{call}: {name} is given otherwise now: write {RENAMED[name]}")
+        others = ", and with it the other options that stay" if call == "update" else ""
+        raise ConfigError(f"{call}: {name} is given otherwise now: write {RENAMED[name]}{others}")
 
 
 @dataclass(frozen=True)

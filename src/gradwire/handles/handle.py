@@ -51,7 +51,7 @@ RENAMED = {
 }
 
 _TOLD = 3  # of the newest decisions in a summary
-_FIXED = {"plan", "policy"}  # arguments of `attach` alone
+_FIXED = {"plan", "policy", "seed", "keep", "replan", "auto"}  # arguments of `attach` alone
 
 
 class Handle(Saved):
@@ -135,14 +135,12 @@ class Handle(Saved):
         on = self._reductions
 
         def changed(before: Plan) -> Plan:
+            told = {"seed": self._seed, "keep": before.weights and before.weights.keep}
+            fixed = [n for n, one in told.items() if getattr(options, n, None) not in (None, one)]
+            for name in [*_FIXED.intersection(codec_options), *fixed]:
+                raise ConfigError(f"update: {name} is as `attach` was told: detach, attach again")
             check_renamed("update", codec_options)
-            fixed = _FIXED.intersection(codec_options)
-            fixed |= {n for n in ("seed", "keep") if getattr(options, n, None) is not None}
-            for name in fixed:
-                raise ConfigError(
-                    f"update: {name} is as `attach` was told: detach and attach again"
-                )
-            if codec == "auto":
+            if codec == "auto" or type(codec).__name__ == "Auto":
                 raise ConfigError('update: "auto" is for attach: detach and attach again')
             try:
                 plan = replace(before, version=before.version + 1)

@@ -21,7 +21,7 @@ from gradwire.lang import Codec
 from gradwire.planner.plan import Plan
 from gradwire.planner.rules import exactly
 
-_FORMAT = 1
+_FORMAT = 2
 _DECIDED = ("algorithm", "segments", "coordinated")  # by `gradwire plan`, of the options
 
 
@@ -72,13 +72,15 @@ class PlanFile:
             raise ConfigError(f"{path}: no plan: {of_file(error)}") from None
         rows = found.get("parameters") if isinstance(found, dict) else None
         version = found.get("gradwire_plan") if isinstance(found, dict) else None
-        if not isinstance(rows, dict) or type(version) is not int or version != _FORMAT:
+        if not isinstance(rows, dict) or type(version) is not int or version not in (1, _FORMAT):
             raise ConfigError(
                 f"{path}: no plan of format {_FORMAT}: write one by handle.plan.save(FILE)"
             )
         for name, row in rows.items():
             if not isinstance(row, dict) or not isinstance(row.get("gradient"), str):
                 raise ConfigError(f"{path}: parameter {name} has no 'gradient': {row!r:.60}")
+            if version == 1 and "powersgd" in (how := row["gradient"]) and ":rank=" not in how:
+                row["gradient"] += ":rank=2"  # its default when such files were written
             _check(f"{path}: parameter {name}", row, _ROW)
             if "numel" in row and row["numel"] != math.prod(row.get("shape", [row["numel"]])):
                 raise ConfigError(
@@ -173,9 +175,7 @@ class PlanFile:
         """
         for name, row in self.rows.items():
             if "shape" not in row:
-                raise ConfigError(
-                    f"{path}: parameter {name} has no 'shape': save the plan with this version"
-                )
+                raise ConfigError(f"{path}: parameter {name} has no 'shape': save the plan anew")
         return {name: tuple(row["shape"]) for name, row in self.rows.items()}
 
     def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -66,7 +66,7 @@ def _names(of: type[Any]) -> tuple[str, ...]:
 # Arguments of `attach`, beside those of `gradwire.Options`.
 _OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
 _OF_ATTACH = (*_OF_RULES, "least", "policy")
-_OF_OPTIONS = _names(gradwire.Options)
+_OF_OPTIONS = tuple(name for name in _names(gradwire.Options) if name != "keep")  # of weights
 _OF_REPLAN = tuple(name for name in _names(gradwire.Replan) if name != "policy")
 _OF_POLICY = "policy."  # before an option of the policy's own
 _OF_AUTO = _names(gradwire.Auto)
