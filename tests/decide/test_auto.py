@@ -197,6 +197,7 @@ def test_what_automatic_mode_does_not_take_is_named() -> None:
         ("lgrecco", {"policy": "lgrecco"}),
         ("policy=5: give a policy", {"policy": 5}),
         ("leave the policy's budget out", {"policy": "lgreco:budget=qsgd:bits=4"}),
+        ("write policy=gw.Replan(", {"replan": gw.Replan()}),
         ("policy has mixed=True", {"policy": gw.Replan(mixed=True)}),
     ):
         refuses(said, lambda given=given: gw.Auto(**given))  # type: ignore[arg-type]

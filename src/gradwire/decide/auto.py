@@ -16,7 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,8 +69,11 @@ class Auto:
     trial: int = 8
     watch: int = 50
     changed: float = 0.2
+    replan: InitVar[object] = None  # of earlier versions
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, replan: object) -> None:
+        if replan is not None:
+            raise ConfigError("Auto: replan is given otherwise now: write policy=gw.Replan(...)")
         for option, example in (("codecs", "qsgd:bits=4"), ("methods", "powersgd:rank=8")):
             given = getattr(self, option)
             several = isinstance(given, Sequence) and not isinstance(given, str)
