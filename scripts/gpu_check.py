@@ -9,6 +9,8 @@ Needs torch, Triton and numpy, but no pytest and no network; takes minutes. In t
 2. the other checks of tests/gpu/gpu_checks.py;
 3. `bench kernels --device cuda`, over 256 MB, against a copy in the same run; on an idle GPU.
 
+At the end it prints `NEXT`, commands that train a large model on this GPU.
+
 Rows go to bench/results/DATE-DEVICE.jsonl as they are made, each with date, commit, device and
 versions. Exit code: 0 if all checks pass, 1 if one fails, 2 if nothing can be checked; a line says
 why.
@@ -34,6 +36,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "gpu")]
+# What `gradwire bench train` is given, to train on a GPU (docs/laboratory/benchmarks.md).
+_GPT = "--task gpt-124m --device cuda --nodes 4 --net none --steps 1000 --pause 500 --resume"
+NEXT = (
+    f"{_GPT} --methods torch-fp32,qsgd:bits=4,powersgd:rank=8 --json gpt-124m.jsonl",
+    f"{_GPT} --sharded --methods qsdp:w=8:g=8 --json gpt-124m-sharded.jsonl",
+)
 CHECK_SECONDS = 330.0  # for the first part: checks that have not ended by then have failed
 BENCH_SECONDS = 120.0  # codecs that have not begun by then are skipped, and reported
 
@@ -48,6 +56,7 @@ def main() -> int:
     reason = missing()
     if reason is not None:
         print(f"gpu-check: nothing can be checked: {reason}")
+        print_next()
         return 2
     only = arguments.only.split(",") if arguments.only else None
     number, failed, begin = 0, 0, time.monotonic()
@@ -61,7 +70,15 @@ def main() -> int:
             failed += not row.get("passed", True)
             print(line(row), flush=True)
     print(f"{number} rows in {output}; {failed} checks failed; {time.monotonic() - begin:.0f} s")
+    print_next()
     return 1 if failed else 0
+
+
+def print_next() -> None:
+    """What to run on a GPU after the checks."""
+    print("Next, each until it ends, within 10 minutes a time; they need typer, rich and pyyaml:")
+    for words in NEXT:
+        print(f"  PYTHONPATH=src python3 -m gradwire bench train {words}")
 
 
 def line(row: dict[str, Any]) -> str:

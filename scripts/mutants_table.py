@@ -554,6 +554,20 @@ MUTANTS = (
     ),
     # Policies and the planner.
     Mutant(
+        "hsdp_bench_crosses_each_time", "rows of deferred hops are of hops in each micro-batch",
+        "gradwire_tools/bench/train/method_run.py",
+        "self.model.set_requires_all_reduce(last)",
+        "self.model.set_requires_all_reduce(True)",
+        ("tests_tools/bench/test_train_sharded.py::test_machines_replicate_what_their_ranks_shard",),
+    ),
+    Mutant(
+        "hsdp_counts_no_hop", "stats do not tell what goes to other machines",
+        "gradwire/handles/scatters.py",
+        "self.count(replicas_wire_bytes=sum(one.wire_bytes for one in outcomes))",
+        "self.count(replicas_wire_bytes=0)",
+        ("tests/multiprocess/test_sharded_replicas.py::test_only_what_crosses_is_compressed",),
+    ),
+    Mutant(
         "hsdp_policy_sees_one_replica", "replicas plan from averages that differ",
         "gradwire/handles/scatters.py",
         "least = self._run(*of, ends=self.groups.of_replicas == 1)",

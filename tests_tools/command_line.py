@@ -21,7 +21,7 @@ import typer.main
 from gradwire.errors import ConfigError
 from gradwire_tools.cli import program
 
-_built = cache(typer.main.get_command)
+built = cache(typer.main.get_command)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ran:
 def run(*words: str) -> Ran:
     """Run a command of gradwire, given by its words."""
     out, err = io.StringIO(), io.StringIO()
-    building = mock.patch.object(typer.main, "get_command", _built)
+    building = mock.patch.object(typer.main, "get_command", built)
     with building, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = program.run(words)
     return Ran(code, out.getvalue(), err.getvalue())

@@ -22,7 +22,7 @@ GBIT = Net("1gbit,1ms", 1e9, 1e-3)
 
 def priced(prices: Mapping[Codec, Curve], **costs: Any) -> Curves:
     """The same curve for all forms of a codec."""
-    known = {str(codec): dict.fromkeys(FORMS, curve) for codec, curve in prices.items()}
+    known = {repr(codec): dict.fromkeys(FORMS, curve) for codec, curve in prices.items()}
     return Curves("a test", 1, known, **costs)
 
 

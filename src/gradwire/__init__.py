@@ -95,14 +95,14 @@ _MODULES = ("aggregators", "codecs")
 _TRAINERS = ("accelerate", "keras", "lightning", "ray", "transformers")
 # Names of earlier versions -> what to write.
 _RENAMED = {
-    "DGC": "gw.codecs.DGC (the codec), or gw.DeepGradientCompression (the method)",
+    "DGC": "gw.codecs.DGC  # or the method, gw.DeepGradientCompression",
     "ErrorFeedback": "gw.aggregators.ErrorFeedback",
     "GlobalTopK": "gw.aggregators.GlobalTopK",
-    "LGreco": '"lgreco", or gradwire.controllers.LGreco',
-    "Probe": "gradwire.planner.probe.Probe (import gradwire.planner.probe)",
+    "LGreco": 'gw.controllers.LGreco  # or its name, "lgreco"',
+    "Probe": "from gradwire.planner.probe import Probe",
     "Triggers": "gw.flexible.Triggers",
-    "load_state_dict": "gradwire.collectives.load_state_dict",
-    "state_dict": "gradwire.collectives.state_dict",
+    "load_state_dict": "gw.collectives.load_state_dict",
+    "state_dict": "gw.collectives.state_dict",
     **{
         name: f"gw.codecs.{name}"
         for name in (

@@ -58,6 +58,11 @@ def check_fixed(group: dist.ProcessGroup) -> None:
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:
+    if group.size() > 1 and group.get_group_store() is None:
+        raise ConfigError(
+            f"{type(group).__name__} of {group.size()} ranks has no store, over which they meet: "
+            "make the group with torch.distributed.init_process_group or new_group"
+        )
     gone = threading.Event()
     held = weakref.ref(group, lambda _: gone.set())
 

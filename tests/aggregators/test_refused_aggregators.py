@@ -16,6 +16,7 @@ from gradwire.aggregators import (
     Aggregator,
     ARTopK,
     Dense,
+    ErrorFeedback,
     GlobalTopK,
     LWTopK,
     PowerSGD,
@@ -25,6 +26,7 @@ from gradwire.aggregators import (
 )
 from gradwire.aggregators import DeepGradientCompression as Deep
 from gradwire.aggregators.artopk import LEADERS, SCOPES
+from gradwire.codecs import TopK
 from gradwire.planner import Rules, make_plan
 from ranks import caught
 
@@ -101,6 +103,22 @@ OPTIONS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (StateSpec, {"shape": (3,), "kind": "sharded", "dim": 1}, "no dim 1"),
     (StateSpec, {"shape": (3,), "kind": "shared"}, "'shared'"),
     (StateSpec, {"shape": (3,), "start": "ones"}, "'ones'"),
+    *(
+        (
+            ErrorFeedback,
+            {"inner": given},
+            rf'write gw\.attach\(model, "{codec}", error_feedback=True',
+        )
+        for given, codec in (
+            ("topk:density=0.1", "topk:density=0.1"),
+            (TopK(0.1), "topk:density=0.1"),
+            (3, "qsgd"),
+        )
+    ),
+    *(
+        (ErrorFeedback, {"inner": given}, f"ErrorFeedback: {given} has its own: give it to attach")
+        for given in (Deep(), ErrorFeedback(THC()))
+    ),
     (registry.get, {"method": "topk:scope=bucket"}, "scope='bucket' must be 'layer' or 'model'"),
     (registry.get, {"method": "topk:algorithm=no"}, "algorithm"),
 ]

@@ -163,7 +163,7 @@ MISTAKES: list[tuple[Call, str]] = [
         "tensor: all_reduce(sum) of torch.float32 through Exact(op='max') is not defined",
     ),
     (on(gw.all_reduce, X(4), Exact(""), op="sum"), "through Exact(op='') is not defined"),
-    (on(gw.all_gather, X(8).long(), X(4).long()), "all_gather of torch.int64 through QSGD"),
+    (on(gw.all_gather, X(8).long(), X(4).long()), "all_gather of torch.int64 through qsgd:bits=4"),
     (
         on(
             gw.reduce_scatter,
@@ -301,7 +301,7 @@ def doubling(by: float) -> Codec:
 # root does not wait; over gloo and shared memory it does (test_typed_processes.py).
 DIFFERENCES: dict[str, tuple[Any, Any, list[str], bool]] = {
     "op": (reduces(op="min"), reduces(op="max"), ["all_reduce(min)", "all_reduce(max)"], True),
-    "codec": (reduces(), reduces(codec=QSGD()), ["Identity()", "QSGD("], True),
+    "codec": (reduces(), reduces(codec=QSGD()), ["identity", "qsgd:bits=4"], True),
     "verb": (reduces(), scatters((2, 2)), ["all_reduce(sum)", "reduce_scatter(avg)"], True),
     "lengths": (scatters((1, 3)), scatters((3, 1)), ["(1, 3", "(3, 1"], False),
     "root": (broadcasts(0), broadcasts(1), ["root=0", "root=1"], False),
@@ -309,7 +309,7 @@ DIFFERENCES: dict[str, tuple[Any, Any, list[str], bool]] = {
         broadcasts(0, algorithm="tree"), broadcasts(1, algorithm="tree"), ["root=0", "root=1"],
         False,
     ),
-    "a broadcast's codec": (broadcasts(1), broadcasts(1, codec="qsgd"), ["QSGD("], False),
+    "a broadcast's codec": (broadcasts(1), broadcasts(1, codec="qsgd"), ["qsgd:bits=4"], False),
     "a broadcast": (broadcasts(0), reduces(), ["broadcast(root=0)", "all_reduce(sum)"], False),
     "algorithm": (
         broadcasts(0), broadcasts(0, algorithm="tree"), ["algorithm sra", "algorithm tree"], False

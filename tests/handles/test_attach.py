@@ -79,7 +79,7 @@ def test_training_is_that_of_plain_ddp(rank: int) -> None:
     assert stats["steps"] == 4
     assert stats["wire_bytes"] > 0
     assert stats["parameters"]["0.weight"]["ratio"] > 3
-    assert stats["parameters"]["0.bias"]["codec"] == "dense"
+    assert stats["parameters"]["0.bias"]["codec"] == "none"
 
 
 class TwoDtypes(nn.Module):
@@ -217,7 +217,7 @@ def test_other_dtypes_go_as_they_are(rank: int) -> None:
         assert same_everywhere(p.detach())
     stats = handle.stats()
     told = stats["parameters"]["wide.0.weight"]
-    assert told["codec"] == "dense"
+    assert told["codec"] == "none"
     assert (told["payload_bytes"], told["ratio"]) == (7200, 1)
     assert stats["parameters"]["first.weight"]["ratio"] > 3
     raw = sum(p.numel * p.dtype.itemsize for p in handle.plan.parameters if p.how == "dense")

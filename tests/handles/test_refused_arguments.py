@@ -54,7 +54,11 @@ ARGUMENTS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         for name, write in arguments.RENAMED.items()
     ),
     *(
-        (("update",), {name: 1}, f"write options=gw.Options({name}={value}), and with it the other")
+        (
+            ("update",),
+            {name: 1},
+            f"options=dataclasses.replace(handle.plan.options, {name}={value})",
+        )
         for name, value in (("algorithm", '"ring"'), ("coalesce_bytes", 0))
     ),
     *(
@@ -135,12 +139,14 @@ def test_wrong_arguments_are_refused_in_a_single_process() -> None:
     ):
         with pytest.raises(gw.ConfigError, match=re.escape(told)):
             gw.attach(mlp(20, 40, 3), **given)
-    with pytest.raises(gw.ConfigError, match=r"torch\.nn\.Module"):
-        gw.register([mlp(20, 3)])  # type: ignore[arg-type]
-    with pytest.raises(gw.ConfigError, match="observe: 3: give a function"):
-        gw.attach(mlp(20, 3)).observe(3)  # type: ignore[arg-type]
-    with pytest.raises(gw.ConfigError, match="init_process_group"):
-        gw.all_reduce(torch.zeros(3))
+    storeless: Any = dist.ProcessGroup(0, 2)
+    for said, call in (
+        ("torch.nn.Module", lambda: gw.register([mlp(20, 3)])),  # type: ignore[arg-type]
+        ("observe: 3: give a function", lambda: gw.attach(mlp(20, 3)).observe(3)),  # type: ignore[arg-type]
+        ("init_process_group", lambda: gw.all_reduce(torch.zeros(3))),
+        ("2 ranks has no store", lambda: gw.all_reduce(torch.zeros(3), group=storeless)),
+    ):
+        refuses(said, call)
 
 
 def test_wrong_arguments_are_refused(rank: int) -> None:

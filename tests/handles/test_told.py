@@ -20,9 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.aggregators import Compressed, Dense, PowerSGD
 from ranks import on
-from rooms.handles import short
 from training import Acts, backward, mlp, nothing
 
 
@@ -184,15 +182,6 @@ def test_sparse(rank: int) -> None:
             assert abs(said - now) < 0.1 * now, method
         handle.detach()
     assert sent["dgc:density=0.1:warmup=1 0"] > 1.5 * sent["dgc:density=0.1:warmup=1 1"]
-
-
-def test_codecs_are_written_as_users_write_them() -> None:
-    assert short(Compressed(gw.QSGD())) == "qsgd:bits=4"
-    assert short(Compressed(gw.QSGD(bits=2, scale="max"))) == "qsgd:bits=2:scale=max"
-    assert short(Compressed(gw.codecs.Cast("bf16"))) == "bf16"
-    assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
-    assert short(Compressed(gw.codecs.Identity())) == "identity"
-    assert short(Dense()) == "none"
 
 
 LATE_S = 0.3

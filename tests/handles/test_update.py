@@ -44,24 +44,28 @@ def until_in_force(model: nn.Module, update: Any, number: int) -> int:
     return number
 
 
+OPTIONS = gw.Options(segments=2, coalesce_bytes=0)
+
+
 def test_every_argument_can_change(rank: int) -> None:
     model = DDP(net(), bucket_cap_mb=0.005)
-    handle = gw.attach(model, bits=4, error_feedback=True, options=gw.Options(coalesce_bytes=0))
+    handle = gw.attach(model, bits=4, error_feedback=True, options=OPTIONS)
     changes: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, str]]] = [
-        ((), {"bits": 2}, {"0.weight": "QSGD(bits=2"}),
-        (("topk",), {"density": 0.05}, {"0.weight": "TopK(density=0.05", "0.bias": "dense"}),
+        ((), {"bits": 2}, {"0.weight": "qsgd:bits=2"}),
+        (("topk",), {"density": 0.05}, {"0.weight": "topk:density=0.05", "0.bias": "none"}),
         ((), {"codecs": {"0.weight": "qsgd:bits=8"}},
-         {"0.weight": "QSGD(bits=8", "2.weight": "TopK"}),
-        ((), {"options": gw.Options(algorithm="ring")}, {"2.weight": "TopK"}),
-        ((), {"include": ["*.bias"]}, {"0.bias": "TopK"}),
+         {"0.weight": "qsgd:bits=8", "2.weight": "topk"}),
+        ((), {"options": replace(handle.plan.options, algorithm="ring")}, {"2.weight": "topk"}),
+        ((), {"include": ["*.bias"]}, {"0.bias": "topk"}),
         ((), {"options": gw.Options("ring", coalesce_bytes=1 << 20), "exclude": ["4.*"]},
-         {"4.weight": "dense"}),
+         {"4.weight": "none"}),
         (("powersgd",), {"rank": 2, "codecs": {"2.weight": "artopk"}},
-         {"2.weight": "artopk", "4.bias": "dense"}),
+         {"2.weight": "artopk", "4.bias": "none"}),
         (("dgc",), {"density": 0.05, "momentum": 0.5, "error_feedback": False},
-         {"4.bias": "dense", "0.bias": "dgc"}),
-        ((None,), {}, {"2.weight": "artopk", "0.weight": "QSGD(bits=8"}),
+         {"4.bias": "none", "0.bias": "dgc"}),
+        ((None,), {}, {"2.weight": "artopk", "0.weight": "qsgd:bits=8"}),
     ]  # fmt: skip
+    assert handle.plan.options.segments == 2
     number = 0
     for position, keywords, expected in changes:
         before = handle.plan.version
@@ -69,12 +73,13 @@ def test_every_argument_can_change(rank: int) -> None:
         assert update.version == before + 1
         number = until_in_force(model, update, number)
         assert handle.plan.version == handle.stats()["plan"] == handle.state_dict()["plan"]
+        if "options" in keywords:
+            assert handle.plan.options == keywords["options"].of_collectives
         how = {name: told["codec"] for name, told in handle.stats()["parameters"].items()}
-        for name, text in expected.items():
-            assert how[name].startswith(text), (how, expected)
-            assert handle.state_dict()["parameters"][name]["codec"] == how[name]
+        assert all(how[name].startswith(text) for name, text in expected.items()), (how, expected)
+        saved = handle.state_dict()["parameters"]
+        assert all(saved[p.name]["codec"] == p.how for p in handle.plan.parameters)
         assert same_everywhere(flat(model))
-    assert handle.plan.options.algorithm == "ring"
 
 
 @on(2, True, False)

@@ -151,7 +151,9 @@ def test_a_malformed_payload_is_named_and_ends_the_series(place: int, together: 
     start = int(given.parts[place].rows["payload"][1]) - payload.data_ptr()
     payload[start : start + 4] = 0xFF  # counts beyond the capacity
     expected = separately(given, "decode", until=place)
-    with pytest.raises(CodecError, match=r"^row 1 of decode: malformed payload for TopK\(.*\)$"):
+    with pytest.raises(
+        CodecError, match=r"^row 1 of decode: malformed payload for topk:density=.*$"
+    ):
         in_place(given, "decode", together=together)
     assert {*given.unequal(expected)} <= {place}
 

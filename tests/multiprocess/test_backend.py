@@ -61,7 +61,7 @@ def test_ddp_modules_are_compressed(rank: int) -> None:
     if is_blob():
         return
     told = group().models.handles[model].stats()["parameters"]
-    compressed = {name for name, facts in told.items() if facts["codec"] != "dense"}
+    compressed = {name for name, facts in told.items() if facts["codec"] != "none"}
     assert compressed == {"0.weight", "3.weight"}
     assert "_before_forward" not in str(model._forward_pre_hooks)  # the backend's own
     train(again, range(4))
@@ -383,7 +383,7 @@ def test_one_line_says_what_is_done(rank: int) -> None:
     said = [line for line in lines if "passed on to torch" in line]
     assert len(said) == (rank == 0)
     if said:
-        assert "DDP module Sequential: 2 of 6 parameters through QSGD" in said[0]
+        assert "DDP module Sequential: 2 of 6 parameters through qsgd" in said[0]
         assert "allgather 1, broadcast" in said[0]
 
 

@@ -54,10 +54,10 @@ def test_a_registered_part_of_what_ddp_wraps(rank: int) -> None:
     train(model, range(2))
     assert registration.handle is not None
     stats = registration.handle.stats()
-    codecs = {name: p["codec"].split("(")[0] for name, p in stats["parameters"].items()}
-    assert codecs.pop("inner.0.weight") == "QSGD"
-    assert codecs.pop("inner.3.weight") == "TernGrad"
-    assert set(codecs.values()) == {"dense"}
+    codecs = {name: p["codec"] for name, p in stats["parameters"].items()}
+    assert codecs.pop("inner.0.weight") == "qsgd:bits=2"
+    assert codecs.pop("inner.3.weight") == "terngrad:form=minmax"
+    assert set(codecs.values()) == {"none"}
     assert stats["residual_bytes"] == 4 * (20 * 60 + 60 * 30)
 
 

@@ -112,6 +112,11 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
     ("second.weight has a custom all-gather, Own (set_custom", custom_all_gather, {}),
     ("custom all-gather, Mine", derived_all_gather, {}),
     ("has a handle attached", attached, {}),
+    (
+        'an FSDP2 module a codec: write gw.attach(model, "qsgd:bits=4"); `gradwire doctor',
+        sharded,
+        {"codec": "auto", "weights": None},
+    ),
     ("weights and keep are for FSDP2", lambda: DDP(nn.Linear(4, 4)), {}),
     *(
         (said, sharded, options)
@@ -126,7 +131,7 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
             ("matches no parameter", {"exclude": ["decoder.*"]}),
             ("sends a part of the values", {"weights": "topk:density=0.1"}),
             ("sends a part of the values", {"weights": "randomk:density=0.1"}),
-            ("OneBit(block=1024) is for gradients", {"weights": "onebit"}),
+            ("onebit:block=1024 is for gradients", {"weights": "onebit"}),
             ("rounding=stochastic", {"weights": "qsgd:rounding=dithered"}),
             ("matches no parameter", {"weights": {"nothing.*": "bf16"}}),
             (

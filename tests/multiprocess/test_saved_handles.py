@@ -191,7 +191,7 @@ DAMAGE: list[tuple[str, str, Any]] = [
     ("for 'policy' (passes=-1)", "policy/passes", -1),
     ("for 'policy' ('methods')", "policy/methods", ...),
     ("unknown codec or aggregator 'qsdg'", "policy/methods/gradients/4.weight", "qsdg"),
-    ("4.weight has TernGrad", "policy/methods/gradients/4.weight", "terngrad"),
+    ("4.weight has terngrad", "policy/methods/gradients/4.weight", "terngrad"),
     ("for 'policy' ('nobody')", "policy/methods/gradients/nobody", "none"),
     ("for 'policy'", "policy/byte_weights", 3),
     ("for 'policy'", "policy/gradients", [3]),
@@ -212,7 +212,7 @@ OF_KIND: dict[str, list[tuple[str, str, Any]]] = {
     ],
     "choosing_both": [
         ("for 'dims'", "dims", 3),
-        ("0.weight has Float8", "policy/methods/weights/0.weight", "fp8"),
+        ("0.weight has fp8", "policy/methods/weights/0.weight", "fp8"),
     ],
 }
 # Where the state of one rank is another.

@@ -92,11 +92,11 @@ def mixed() -> nn.Module:
 def test_other_dtypes_are_uncompressed() -> None:
     plan = plan_of(mixed(), error_feedback=True, exclude=["1.weight"], include=["0.*"])
     how = {p.name: p.how for p in plan.parameters}
-    assert how["0.weight"] == how["0.bias"] == str(QSGD())
+    assert how["0.weight"] == how["0.bias"] == repr(QSGD())
     others = {name for name, text in how.items() if text == "dense"}
     assert others == {"1.weight", "1.bias", "2.weight", "2.bias"}
     assert not any(p.feedback for p in plan.parameters if p.how == "dense")
-    assert "1.weight: 9 x torch.float64, dense" in plan.describe()
+    assert "1.weight: 9 x torch.float64, none" in plan.describe()
     assert all(p.how == "dense" for p in plan_of(nn.Linear(3, 3).double()).parameters)
 
 
@@ -159,10 +159,46 @@ def test_an_aggregator_has_the_text_that_makes_it() -> None:
         assert registry.text(registry.get(name)) == name
 
 
+def test_a_method_prints_as_users_write_it() -> None:
+    for text in (
+        *("qsgd:bits=4", "qsgd:bits=2:scale=max", "bf16", "identity", "none", "topk:density=0.01"),
+        *("topk:density=0.05:algorithm=all_gather:scope=model", "powersgd:rank=4:warm=false"),
+        *("dgc:density=0.001:momentum=0.5", "thc:bits=5"),
+    ):
+        assert str(registry.get(text)) == text
+    for name in codecs.REGISTRY:
+        codec = codecs.get(name)
+        assert codecs.get(str(codec)) == codec
+        assert str(Compressed(codec)) == str(codec)
+    for name in registry.REGISTRY:
+        assert registry.get(str(registry.get(name))) == registry.get(name)
+    assert str(ErrorFeedback(Compressed(QSGD(bits=3)))) == "qsgd:bits=3, error feedback"
+
+
+def test_states_name_methods_by_their_classes() -> None:
+    """A method's text in saved states and in files of measurements: old ones have it."""
+    assert registry.get("qsgd:algorithm=ring:scope=model").recorded() == (
+        "QSGD(bits=4, block=128, scale='minmax', rounding='dithered', metadata='bf16'), ring, "
+        "whole model"
+    )
+    recorded = {
+        "none": "dense",
+        "powersgd:rank=3:warm=false:orthogonal=qr": "powersgd(rank=3, fresh start, qr)",
+        "artopk": "artopk(density=0.01, leader=round_robin, scope=model, values=fp16)",
+        "topkc": "topkc(bits=2, chunk=64)",
+        "thc": "thc(bits=4, code=4, rotation=partial, chunk=1024)",
+        "lwtopk": "lwtopk(density=0.01, values=fp16)",
+        "globaltopk": "globaltopk(density=0.01)",
+        "dgc": "dgc(density=0.001, momentum=0.9, values=fp16)",
+    }
+    assert {text: registry.get(text).recorded() for text in recorded} == recorded
+
+
 def test_what_has_no_text_is_named() -> None:
     codec = codecs.LearnedLevels(bits=2, levels=(0.0, 0.3, 0.7, 1.0))
-    with pytest.raises(ConfigError, match=r"levels=.*registered codecs alone"):
-        registry.text(registry.get(codec))
+    for one, named in ((codec, "levels="), (codecs.DGC(), "dgc:density")):  # "dgc" is another's
+        with pytest.raises(ConfigError, match=f"{named}.*registered codecs alone"):
+            registry.text(registry.get(one))
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -11,6 +11,5 @@ from gradwire.handles.hook import hook_state
 from gradwire.handles.metrics import Metrics, Sampler
 from gradwire.handles.payloads import Payloads, _most
 from gradwire.handles.sections import aggregators_section, steps_section
-from gradwire.handles.summary import short
 from gradwire.handles.switch import Switch
 from gradwire.handles.wrapped import original, plain_name, plain_names

@@ -16,7 +16,7 @@ TINY = TrainConfig(
     steps=8, evaluate_every=4, ideal_steps=2, timeout_seconds=250.0,
 )  # fmt: skip
 TIMES = {"run", "peak_extra_bytes", "time_to_target", "time_to_target_by_seed", "utility"}
-TIMES |= {"utility_against"}
+TIMES |= {"utility_against", "times_to_by_seed"}
 
 
 @dataclass

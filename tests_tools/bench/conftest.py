@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 
+import forked
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.adapt import record
 

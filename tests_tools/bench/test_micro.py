@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked
 import pytest
 import torch
 from bench_runs import keys_of
 
+import forked
 from gradwire import codecs, lang
 from gradwire.aggregators import PowerSGD, registry
 from gradwire.codecs import TopK

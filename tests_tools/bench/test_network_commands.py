@@ -189,7 +189,7 @@ def test_hosts_and_networks_are_kept_apart_and_shown(
     # What is kept says so, and is drawn.
     monkeypatch.setattr(probe, "cache_file", lambda hosts, net: file)
     (codec,) = probe.plan(names=["qsgd"], environment={}).codecs
-    kernels = Curves("it", 1, {str(codec): {"encode": (1e-5, 1e-9, 0.0)}})
+    kernels = Curves("it", 1, {repr(codec): {"encode": (1e-5, 1e-9, 0.0)}})
     monkeypatch.setattr(probe.curves, "measured", lambda *args, **options: kernels)
     for environment in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(environment, raising=False)

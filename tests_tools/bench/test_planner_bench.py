@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from command_line import run
 from gradwire.codecs import QSGD
 from gradwire.planner import kernel_costs
 from gradwire_tools.bench.micro import curves as measuring
@@ -118,15 +120,29 @@ def test_the_parts_of_the_ablation_in_the_simulator() -> None:
         methods.parse(row["method"]).check()
 
 
+def test_the_table_of_parts_has_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the part before: unknown of the first, and where nothing is left to wait for."""
+    row = {"where": "lab", "model": "gpt", "ranks": 4, "net": "1gbit,1ms", "step_seconds": 1.0}
+    cuts = {"none": None, "kernels": 0.6, "bulk": -0.25, "batching": 0.0, "selective": 1.0}
+    rows = [row | {"part": part, "cut": cut} for part, cut in cuts.items()]
+    monkeypatch.setattr(ablation, "run", lambda *_: rows)
+    said = run("bench", "ablation").out
+    assert said.startswith("gpt, 4 ranks, 1 Gbit/s, 1 ms latency\n")
+    gains = dict(re.findall(rf"({'|'.join(cuts)})\b.* ([\d.]+×|-) ", said))
+    told = {"none": "-", "kernels": "2.50×", "bulk": "0.800×", "batching": "1.00×"}
+    assert gains == told | {"selective": "-"}
+
+
 def test_parts_of_the_same_setting_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def measured(step: MeasuredStep) -> list[dict[str, Any]]:
         asked.extend(step.methods)
-        return [
+        steps = [
             {"method": name, "steps": [0.5 + n], "computing": [0.25]}
             for n, name in enumerate(step.methods)
         ]
+        return [{"links": []}, *steps]
 
     monkeypatch.setattr(ablation, "fitted_to_lab", lambda known, *_: known)
     monkeypatch.setattr(MeasuredStep, "measured", measured)

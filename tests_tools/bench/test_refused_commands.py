@@ -123,6 +123,10 @@ BENCH = [
     ("collectives --numel 0 --net none --json rows", "--numel 0"),  # keeps older rows
     ("train --net none --json ended --resume", "a run that ended"),
     ("train --net none --methods fsdp-fp32", "trains under FSDP2: give --sharded, too"),
+    ("train --net none --device tpu", "unknown device 'tpu': use one of cpu, cuda"),
+    ("train --compose --nets none --device cuda", "no step can be timed: leave --compose out"),
+    ("train --net none --device cuda", "torch finds no GPU on this machine"),
+    ("train --net none --pause 5", "--pause saves beside the rows: give their --json FILE"),
     ("train --net none --accumulate 2", "micro-batches need --sharded"),
     ("train --net none --sharded --accumulate 0", "accumulate is 0, must be at least 1"),
     (
@@ -144,7 +148,7 @@ SIM = [
     ("--codec qsdg", "qsdg"),
     ("--codec qsgd:algorithm=ring", "--algorithm"),
     ("--codec none", "leave it out here"),
-    ("--codec powersgd --model 64x64", "no curves for powersgd(rank=8), error feedback"),
+    ("--codec powersgd --model 64x64", "no curves for powersgd:rank=8, error feedback"),
     ("--codec powersgd", "rank=8 does not shrink a matrix of 1 x 10000"),
     ("--codec topkc --model llama-7b", "a scope of more than 1073741824 values"),
     ("--codec qsgd:error_feedback=3", "error_feedback"),

@@ -136,7 +136,7 @@ def test_a_summary_says_how_far_apart_evaluations_were() -> None:
     assert f"{METHODS[2]} reaches it 1.25 times faster than {FP16}." in told
     at_targets = learning.at_targets(left, summaries)
     assert at_targets is not None
-    assert at_targets.answers[0] == f"{METHODS[2]}: is within noise at 1 of 1 target."
+    assert at_targets.answers[0] == f"{METHODS[2]} is within noise at 1 of 1 target."
     assert "Some of the runs' evaluations are not among these rows." in at_targets.answers[1]
     assert "is known to 20.0 s only, not to 1.00 s" in at_targets.answers[1]
     for row in summaries:
@@ -224,10 +224,10 @@ def test_more_networks_than_columns_make_several_charts() -> None:
 def test_the_terminals_table_has_the_same_bar() -> None:
     summaries = [row for row in sharded_rows() if row["row"] == "summary"]
     assert of_summaries(summaries, [])["fsdp-mixed"].standing is Standing.BAR
-    for mixed, bf16, of_mixed in ((0.25, "2.00×", "1.00×"), (1.0, "1.00×", "2.00×")):
+    for mixed, bf16, of_mixed in ((0.25, "0.500×", "1.00×"), (1.0, "1.00×", "0.500×")):
         made = table([row for row in sharded_rows(mixed) if row["row"] == "summary"])
         names, ratios = ([str(cell) for cell in made.columns[place].cells] for place in (0, 3))
-        assert made.columns[3].header == "of 16 bit"
+        assert made.columns[3].header == "faster\nthan\n16 bit"
         found = dict(zip(names, ratios, strict=True))
         assert (found["fsdp-bf16"], found["fsdp-mixed"]) == (bf16, of_mixed)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import DECISION, KERNEL, METHODS, RUN, TRIED, scaled, train_rows
+from report_rows import DECISION, KERNEL, METHODS, RUN, TRIED, scaled, sharded_rows, train_rows
 
 from command_line import refusal, run
-from gradwire_tools.report import learning
+from gradwire_tools.report import learning, training
 
 Rows = list[dict[str, Any]]
 Made = Callable[..., str]
@@ -46,6 +46,35 @@ def test_what_is_not_judged_is_not_bold(made: Made) -> None:
     assert "**5.00×**" in made(train_rows(step=0.1, losses=(3.0,) * 3))
 
 
+def test_bold_is_what_gains_at_two_targets(made: Made) -> None:
+    rows = train_rows(step=0.1, losses=(3.0,) * 3)
+    summaries = [row for row in rows if row["row"] == "summary"]
+    for row in summaries:
+        times = row["time_to_target_by_seed"]
+        row["times_to_by_seed"] = {"0.6": times, "0.8": [2 * time for time in times], "last": times}
+    ours = summaries[2]["times_to_by_seed"]
+
+    def cell() -> str:
+        return made(rows, "--gains").split(f"| `{METHODS[2]}` | ")[1].partition(" | ")[0]
+
+    ours["last"] = [None, 2.0, 2.0]
+    assert cell() == "**5.00 / 5.00** / never"
+    ours["0.8"] = [20.0, 20.0, 20.0]  # as the baseline
+    assert cell() == "5.00 / 1.00 / never"
+    ours["0.8"] = [40.0, 40.0, None]
+    assert cell() == "5.00 / never / never"
+    del summaries[1]["times_to_by_seed"]
+    assert cell() == "**5.00×**"
+
+
+def test_a_difference_of_losses_has_its_interval(made: Made) -> None:
+    """Half the width of 95 %: by Student's t of two degrees of freedom, 4.30 s / sqrt(3)."""
+    rows = train_rows(losses=(3.0, 3.03, 3.06), baseline=(3.0,) * 3)
+    assert "| +1.00 % ±2.5 % |" in made(rows)
+    rows = train_rows(losses=(3.029, 3.03, 3.031), baseline=(3.0,) * 3)
+    assert "| +1.00 % ±0.083 %, higher |" in made(rows)
+
+
 def test_the_best_cost_no_accuracy_on_any_network(made: Made) -> None:
     def trained(net: str, method: str, metric: float, step: float, run: str = "first") -> Rows:
         found = []
@@ -54,13 +83,14 @@ def test_the_best_cost_no_accuracy_on_any_network(made: Made) -> None:
             renamed = {"method": method} if other else {}
             found.append({**row, **renamed, "final_metric": metric if other else 4.0})
         by = {**RUN, "command": f"{method} on {net}, {run}"}
+        by["date"] = "2026-02-01T00:00:00+00:00" if run == "again" else RUN["date"]
         return [{**row, "run": by, "metric_name": "bits per byte"} for row in found]
 
     slow, fast = "100mbit,1ms", "10gbit,1ms"
     rows = [
-        *trained(slow, "good", 4.039, 0.1), *trained(fast, "good", 3.9, 0.4),
+        *trained(slow, "good", 4.039, 0.1, "again"), *trained(fast, "good", 3.9, 0.4),
         *trained(slow, "faster", 4.0, 0.05), *trained(fast, "faster", 4.041, 0.05),
-        *trained(slow, "good", 4.02, 0.2, "again"),
+        *trained(slow, "good", 4.02, 0.05),
     ]  # fmt: skip
     assert made(rows, "--best").splitlines()[2:] == [
         "| 100 Mbit/s, 1 ms latency | `good` 5.00× (-1.0 %) |",
@@ -104,8 +134,8 @@ def test_steps_of_each_task_have_their_own_table_and_baselines(made: Made) -> No
         if (row["method"], net) != (METHODS[2], "100mbit,1ms")
     ]
     alone = [made(rows, "--steps") for rows in (gpt, image)]
-    assert f"| `{METHODS[0]}` | – | 1.00 s (2.00) |" in alone[0]
-    assert f"| `{METHODS[2]}` | – | – | 100 ms (0.40) |" in alone[1]
+    assert f"| `{METHODS[0]}` | – | 1.00 s (0.500×) |" in alone[0]
+    assert f"| `{METHODS[2]}` | – | – | 100 ms (2.50×) |" in alone[1]
     first, second = made([*gpt, *image], "--steps").split("\n\nTask `image`")
     assert first == "Task `gpt`, 4 ranks, 10 parameters, seeds 0, 20 steps:\n\n" + alone[0].rstrip()
     assert second.endswith(f":\n\n{alone[1]}")
@@ -113,6 +143,38 @@ def test_steps_of_each_task_have_their_own_table_and_baselines(made: Made) -> No
     again = made([*gpt, *slower], "--steps")
     assert again.splitlines()[:5] == alone[0].splitlines()[:5]
     assert again.count(f"`{METHODS[0]}`") == 1
+
+
+def test_steps_of_machines_say_what_crosses(made: Made) -> None:
+    """A table for each number of micro-batches; the picture has all of them."""
+    hsdp: dict[str, Any] = {"replicas": 2, "per_node": 2}
+    rows = [
+        {**scaled(row, factor), **hsdp, "accumulate": count, "net": net,
+         "replicas_wire_bytes": row["gradients_wire_bytes"] // 4}
+        for count, net, factor in ((1, "1gbit,1ms", 1), (4, "1gbit,1ms", 2), (4, "300mbit,1ms", 3))
+        for row in sharded_rows(0.6)
+    ]  # fmt: skip
+    one, four = made(rows, "--steps").split("\n\nTask")
+    assert one.startswith(
+        "Task `gpt`, 4 ranks on 2 machines, 1 micro-batch per step, 10 parameters"
+    )
+    assert "ranks on 2 machines, 4 micro-batches per step" in four
+    assert (
+        "| method | sent per step | to other machines | 1 Gbit/s, 1 ms latency | last loss |" in one
+    )
+    assert "| `fsdp-bf16` | – | 5.00 MB | 500 ms (1.00×) | " in one
+    assert "| `fsdp-bf16` | – | 5.00 MB | 1.50 s (1.00×) | 1.00 s (1.00×) | " in four
+    others = [{**row, "per_node": 4, "replicas": 1} for row in rows]
+    assert made([*rows, *others], "--steps").count("\n\nTask") == 3
+    chart, heading = training.picture(rows)
+    assert heading == "gpt, 2 machines of 2 ranks: steps against 16 bit"
+    assert chart.columns == [
+        "1 batch, 1 Gbit/s, 1 ms latency", "4 batches, 300 Mbit/s, 1 ms latency",
+        "4 batches, 1 Gbit/s, 1 ms latency",
+    ]  # fmt: skip
+    gains = dict(chart.rows)
+    assert [gain.standing.name for gain in gains["fsdp-bf16"]] == ["BAR"] * 3
+    assert [gain.ratio for gain in gains["fsdp-mixed"]] == pytest.approx([5 / 6] * 3)
 
 
 def test_a_target_that_the_untrained_model_meets_is_named(made: Made) -> None:
@@ -187,8 +249,8 @@ def test_automatic_mode_has_its_tables(made: Made) -> None:
     assert out.splitlines()[:5] == [
         f"| method | {of_net} |",
         "| --- | --- |",
-        "| `torch-fp32` | 1.00 s (1.00) |",
-        "| `auto` | 100 ms (0.10) |",
+        "| `torch-fp32` | 1.00 s (1.00×) |",
+        "| `auto` | 100 ms (10.0×) |",
         "",
     ]
     assert out.splitlines()[7:9] == [

@@ -26,6 +26,7 @@ IMAGE |= {"test_images": 101}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", GPT),
     "gpt-32k": ("gpt-32k", {**GPT, "vocabulary": 600, "peak_learning_rate": 0.02}),
+    "gpt-124m": ("gpt-124m", {**GPT, "vocabulary": 600, "peak_learning_rate": 0.02}),
     "image": ("image", IMAGE),
     "vgg": ("image", {**IMAGE, "network": "vgg", "hidden": 32, "peak_learning_rate": 0.02}),
     "resnet": ("image", {**IMAGE, "network": "resnet", "hidden": 0}),
@@ -39,9 +40,12 @@ def small(name: str) -> tasks.Task:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_task_keeps_the_contract(name: str) -> None:
+def test_a_task_keeps_the_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data depend on seed, rank and step alone, models on the seed alone; scores of all parts of
-    the validation data add up; the loss falls along its gradient, and the optimizer steps."""
+    the validation data add up; the loss falls along its gradient, and the optimizer steps; a batch
+    follows the model to its device."""
+    # Tokens of torch's source take half a minute.
+    monkeypatch.setattr("gradwire_tools.bench.tasks.gpt.with_torch", text.standard_library)
     task = small(name)
     assert isinstance(task, tasks.Task)
     assert task.describe()
@@ -64,6 +68,7 @@ def test_a_task_keeps_the_contract(name: str) -> None:
     assert torch.equal(ours, same)
     assert not torch.equal(ours, other_seed)
 
+    assert task.loss(task.model(0).to("meta"), first).is_meta
     model = task.model(0)
     whole = task.evaluate(model.eval(), 0, 1)
     for parts in (2, 5, 8):
@@ -93,7 +98,8 @@ def test_a_task_keeps_the_contract(name: str) -> None:
 
 def test_models_have_the_layers_of_their_papers() -> None:
     """He et al., Table 1: 53 convolutions with BatchNorm and one dense layer; 25.6 million values
-    for 1000 classes, of which 2.05 million in the dense layer and 0.009 in the stem. A large
+    for 1000 classes, of which 2.05 million in the dense layer and 0.009 in the stem. The
+    least GPT-2 has 124,439,808 values, with 1024 positions, of which 256 are here. A large
     vocabulary is tied to the embedding, and tied weights are one parameter."""
     shapes = dict(tasks.shapes(tasks.get("image-resnet50")))
     convolutions = [shape for shape in shapes.values() if len(shape) == 4]
@@ -103,6 +109,9 @@ def test_models_have_the_layers_of_their_papers() -> None:
     shapes = dict(tasks.shapes(tasks.get("gpt-32k")))
     assert shapes["embedding.weight"] == (32768, 256)
     assert "output.weight" not in shapes
+    with torch.device("meta"):
+        shapes = dict(tasks.shapes(tasks.get("gpt-124m")))
+    assert sum(map(math.prod, shapes.values())) == 124_439_808 - (1024 - 256) * 768
     tied, untied = (tasks.get("gpt", **{**GPT, "tied": t}).model(0) for t in (True, False))
     counts = [sum(p.numel() for p in model.parameters()) for model in (tied, untied)]
     assert counts[1] - counts[0] == 256 * 32
@@ -134,7 +143,7 @@ def test_wrong_tasks_and_options_are_refused() -> None:
     refused(
         lambda given: tasks.get(given[0], **given[1]),
         [
-            (("speech", {}), r"unknown task 'speech': use one of gpt, gpt-32k, image"),
+            (("speech", {}), r"unknown task 'speech': use one of gpt, gpt-124m, gpt-32k, image"),
             (("gpt", {"depth": 3}), r"no option 'depth': use one of .*layers"),
             (("gpt", {"split": "by-class"}), "the data of task 'gpt' have no classes"),
             (("image", {"split": "by-name"}), "split=by-name: use one of iid, by-class"),
@@ -210,6 +219,14 @@ def test_the_standard_library_fills_32768_tokens() -> None:
     tokens = text.tokens(32768)
     assert tokens.train.max() == 32767
     assert tokens.train.numel() < source.train.numel() / 3
+
+
+def test_torchs_source_follows_that_of_the_standard_library() -> None:
+    first, both = text.standard_library(), text.with_torch()
+    for ours, whole in ((first.train, both.train), (first.validation, both.validation)):
+        assert torch.equal(whole[: ours.numel()], ours)
+        assert whole.numel() > 3 * ours.numel()
+    assert f"torch {torch.__version__}, " in both.origin
 
 
 def idx(values: np.ndarray) -> bytes:

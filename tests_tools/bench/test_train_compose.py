@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from bench_runs import OPTIONS, TINY, trained
-from forked import Loopback
 
+from forked import Loopback
 from gradwire.errors import GradwireError
 from gradwire_tools import lab
 from gradwire_tools.bench import workers

@@ -50,6 +50,7 @@ SHARDED: tuple[tuple[str, str | None, str, dict[str, Any]], ...] = (
     ("qsdp:w=6:block=256:g=4:keep=payload:error_feedback=true", f"{SHIFT}:bits=6:block=256",
      "qsgd:bits=4", {"keep": "payload", "error_feedback": True}),
     ("gradwire:g=bf16", None, "bf16", {}),
+    ("gradwire:g=qsgd:bits=4:inside=full", None, "qsgd:bits=4", {"inside": "full"}),
 )  # fmt: skip
 
 
@@ -124,6 +125,7 @@ WRONG_SHARDED_METHODS = (
     ("qsdp:w=4diff:g=4:keep=none", "differences of weights need keep=reference"),
     ("gradwire:w=bf16:g=bf16:learned", "learned is for a codec with levels"),
     ("qsdp:w=99:g=4", "method 'qsdp:w=99:g=4': weights='randomshift:bits=99'"),
+    ("qsdp:w=8:g=4:inside=codec", "inside is one of full"),
     ("qsdp:w=8:g=4:keep=all", "keep is one of none, payload, redraw"),
     ("qsdp:w=8:w=8:g=4", "'w' is given twice"),
     ("qsdp:bits=8:w=8:g=4", "comes before w= and g="),
@@ -158,6 +160,8 @@ WRONG_FIELDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"target_at": 1.5}, "target_at is 1.5"),
     ({"target_at": 0.6, "target": 2.0}, "exclude each other"),
     ({"nodes": 0}, "nodes is 0, must be at least 1"),
+    ({"per_node": 0}, "per_node is 0, must be at least 1"),
+    ({"per_node": 2}, "ranks that share a machine need --sharded"),
     ({"steps": -1}, "steps is -1"),
     ({"evaluate_every": 0}, "evaluate_every is 0"),
     ({"budget_seconds": 9.0, "evaluate_every": 50}, "must not exceed the task's warm-up"),
@@ -292,6 +296,14 @@ def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
     assert (row["target"], row["target_from"], row["time_to_target"]) == (4.0, "given", 10.0)
 
 
+def test_summaries_have_times_to_further_targets() -> None:
+    """To the baseline's loss at 60 % and 80 % of its run, and its last with the tolerance."""
+    full = [9.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    rows = summary({("torch-fp32", 0): full, ("qsgd", 0): [9.0, 3.0, 3.0, 2.5, 2.0, 1.02]})
+    assert rows[0]["times_to_by_seed"] == {"0.6": [30.0], "0.8": [40.0], "last": [50.0]}
+    assert rows[1]["times_to_by_seed"] == {"0.6": [10.0], "0.8": [40.0], "last": [None]}
+
+
 def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     rows = summary(
         {
@@ -369,7 +381,10 @@ def test_the_table_has_what_matters() -> None:
     made = view.table([summary, faster, ours])
     Console(file=screen, width=80).print(made)
     text = screen.getvalue()
-    for expected in ("150 ms", "0.40×", "+1.00 %", "not met", "target loss 3.170", "loopback"):
+    for expected in (
+        "150 ms", "faster", "than", "fp16 ", "0.667×", "2.50×", "+1.00 %", "not met",
+        "target loss 3.170", "loopback",
+    ):  # fmt: skip
         assert expected in text
     for method in ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4"):
         assert method in text  # the table fits into 80 columns

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bench_runs import OPTIONS, TINY, Found, trained
 
+from gradwire.codecs import Identity
 from gradwire.lang.kernels import decode, encode
 from gradwire_tools.bench.tasks import get
 from gradwire_tools.bench.train import sharded
@@ -51,26 +52,33 @@ def tiny() -> Found:
     return trained(SHARDED)
 
 
-def simulated(method: str) -> tuple[int, int]:
-    """Bytes of weights and gradients, by the simulator: tests_tools/sim/test_sharded_steps.py
-    compares it with formulas and payloads."""
+def simulated(method: str, **given: Any) -> tuple[int, ...]:
+    """Bytes of weights and gradients, and between replicas where `given` has some, by the
+    simulator: tests_tools/sim/test_sharded_steps.py compares it with formulas and payloads."""
     model = get("gpt", **SHARDED.task_options).model(0)
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     groups = tuple(
         tuple(shape for name, shape in shapes if name.startswith("blocks.") is in_block)
         for in_block in (True, False)
     )
-    sent = sent_by(sharded.parse(method))
-    free = priced(dict.fromkeys(codecs_of(groups, *sent), (0.0, 0.0, 0.0)))
-    scenario = ShardedScenario(RANKS, Net("none"), *sent, groups)
+    weights, gradients = sent_by(sharded.parse(method))
+    free = priced(dict.fromkeys(codecs_of(groups, weights, gradients), (0.0, 0.0, 0.0)))
+    given = {"ranks": RANKS, "hop": gradients, **given}
+    inside = Identity() if "inside" in method else gradients
+    scenario = ShardedScenario(
+        net=Net("none"), weights=weights, gradients=inside, groups=groups, **given
+    )
     row = predict_sharded(scenario, free)
-    return STEPS * row["weights_wire_bytes"], STEPS * row["gradients_wire_bytes"]
+    return tuple(STEPS * row[f"{kind}_wire_bytes"] for kind in KINDS if f"{kind}_wire_bytes" in row)
 
 
-def sent_in(found: Found) -> dict[str, tuple[int, int]]:
-    """Bytes of weights and gradients by method."""
-    rows = found.summaries
-    return {m: (r["weights_wire_bytes"], r["gradients_wire_bytes"]) for m, r in rows.items()}
+KINDS = ("weights", "gradients", "replicas")
+
+
+def sent_in(found: Found) -> dict[str, tuple[int, ...]]:
+    """Bytes by method, as of `simulated`."""
+    keys = [f"{kind}_wire_bytes" for kind in KINDS]
+    return {m: tuple(r[key] for key in keys if key in r) for m, r in found.summaries.items()}
 
 
 @pytest.mark.multiprocess
@@ -121,6 +129,29 @@ def test_weights_are_gathered_for_each_micro_batch_gradients_once(tiny: Found) -
         assert twice["weights_wire_bytes"] == 2 * once["weights_wire_bytes"]
         assert twice["gradients_wire_bytes"] == once["gradients_wire_bytes"]
         assert twice["final_loss"] == pytest.approx(once["final_loss"], rel=0.05)
+
+
+@pytest.mark.multiprocess
+def test_machines_replicate_what_their_ranks_shard() -> None:
+    """Gradients are scattered in both micro-batches, and cross in the last one; bytes of torch's
+    methods and of gradwire's are those of the simulator."""
+    methods = ("fsdp-fp32", "fsdp-bf16", "gradwire:w=bf16:g=qsgd:bits=4:inside=full")
+    methods += ("gradwire:g=bf16", "truncate:w=2:g=2")
+    hsdp = {"per_node": 2, "accumulate": 2}
+    found = trained(replace(SHARDED, methods=methods, **hsdp))
+    of_all = {"ranks": 4, "replicas": 2, **hsdp}
+    for row in found.rows:
+        assert {key: row[key] for key in of_all} == of_all
+    sent = sent_in(found)
+    assert sent == {method: simulated(method, **of_all) for method in methods}
+    full = sent["fsdp-fp32"]
+    assert full[2] == full[1] // 3  # a shard crosses once, and is scattered twice
+    assert sent["gradwire:w=bf16:g=qsgd:bits=4:inside=full"][2] < full[2] / 6
+    for method in methods[:4]:
+        assert found.summaries[method]["final_loss"] == pytest.approx(
+            found.summaries["fsdp-fp32"]["final_loss"], rel=0.02
+        )
+        assert found.summaries[method]["ideal_step_seconds"] > 0
 
 
 @EXHAUSTIVE

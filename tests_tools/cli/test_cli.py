@@ -216,7 +216,7 @@ WIDEST: dict[str, list[Any]] = {
     "method": ["qsgd:bits=4", "torch-fp16-hook"], "net": ["100mbit,1ms", "1gbit,1ms"],
     "numel": [16777216, 100000], "codec": ["hardthreshold", "qsgd"], "target": ["eager", "c"],
     "op": ["decode_add", "encode_ef"], "algorithm": ["hierarchical", "sra"], "exact": [True, False],
-    "value": ["10gbit,50us", "1gbit"], "best_method": ["qsgd:bits=4", "bf16"], "ranks": [4, 4],
+    "rate": ["10gbit", "1gbit"], "best_method": ["qsgd:bits=4", "bf16"], "ranks": [4, 4],
     "transport": ["shm", "shm"], "part": ["a long part of it", "wire"],
 }  # fmt: skip
 COMMANDS = {
@@ -224,8 +224,8 @@ COMMANDS = {
     "kernels": "codec target threads op numel seconds gbps of_limit",
     "collectives": "method net numel seconds wire_bytes of_limit nmse",
     "profile": "method part seconds steps transport ranks numel",
-    "sim": "value codec algorithm ranks seconds wire_bytes of_limit exact",
-    "sharded": "value method seconds weights_wire_bytes gradients_wire_bytes ratio of_limit",
+    "sim": "rate codec algorithm seconds wire_bytes of_limit exact",
+    "sharded": "rate method seconds weights_wire_bytes gradients_wire_bytes ratio of_limit",
     "validate": "ranks net method algorithm measured_seconds simulated_seconds error",
     "planner": "net nbytes method seconds best_method ratio partition_ratio",
 }

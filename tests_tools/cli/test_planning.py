@@ -82,14 +82,21 @@ def test_a_default_that_shrinks_no_matrix_is_left_out(file: Path) -> None:
 
 
 def test_the_table_tells_settings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"part": "setting", "method": "it", "algorithm": "sra", "coordinated": True}
-    row["saves"] = 0.75
-    verdict = {"part": "verdict", "detail": "the test's"}
-    monkeypatch.setattr(planning, "run", lambda *_: [row, verdict])
-    said = run("plan", "--model", "1e6", "--net", "1gbit").out
+    """And above it are the model, the ranks and the network, defaults, too."""
+    context = {"model": "1e6", "ranks": 4, "net": "1gbit,1ms"}
+    row = {"part": "setting", **context, "algorithm": "sra", "coordinated": True}
+    found = [row | {"method": "it", "saves": 0.75}, row | {"method": "bf16", "saves": 0.0}]
+    found += [
+        row | {"method": "none", "saves": -1.0},
+        {"part": "verdict", "detail": "it", **context},
+    ]
+    monkeypatch.setattr(planning, "run", lambda *_: found)
+    said = run("plan", "--model", "1e6", "--net", "1gbit,1ms").out
+    assert said.startswith("1e6, 4 ranks, 1 Gbit/s, 1 ms latency\n")
     assert "coordinated" in said
-    assert "times" in said
-    assert re.search(r" 4 *$", said, re.MULTILINE), "four times as fast as without a codec"
+    columns = dict(re.findall(r"^\W*(method|it|bf16|none)\b.* ([\w.×]+)\W*$", said, re.MULTILINE))
+    assert columns == {"method": "bf16", "it": "4.00×", "bf16": "1.00×", "none": "0.500×"}, said
+    assert re.search(r"faster\b.*\n.*\bthan\b|faster than", said)
 
 
 def test_the_shapes_of_a_saved_plan(file: Path, tmp_path: Path) -> None:

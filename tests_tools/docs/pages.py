@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from markdown_it.token import Token
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 ROOT = Path(__file__).parents[2]
 # Variables before a command, such as GRADWIRE_CC=gcc; a program that pages show; its arguments.
-VARIABLES = r"^(?:[A-Z][A-Z0-9_]*=\S*\s+)*"
+VARIABLES = r"^(?:[A-Z][A-Z0-9_]*=(?:\"[^\"]*\"|\S*)\s+)*"
 COMMAND = re.compile(VARIABLES + r"(?:gradwire|make|pip|python3?|torchrun|pytest)\s+\S")
 NUMBER = r"(?<![\w.,:=/#-])\d+(?:[.,]\d+)*"
 # Settings of a network (1gbit,1ms; 10 Gbit/s) are no results, so Gbit/s is not among the units.
@@ -40,6 +40,28 @@ class Block:
     def words(self) -> list[str]:
         """What follows the kind."""
         return self.info.split()[1:]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that a page shows, and the page's line.
+
+    Attributes:
+        output: lines that it prints, where a block shows `$ COMMAND`; else None.
+    """
+
+    text: str
+    line: int
+    output: list[str] | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """Without variables before it, and without what stands behind a pipe or another command.
+
+        Alternatives stand behind "|", as in --ir | --c.
+        """
+        alone = re.sub(VARIABLES, "", re.split(r" (?:\|(?! -)|>|&&|;) ", self.text)[0])
+        return shlex.split(alone.replace(" | ", " "))
 
 
 @dataclass(frozen=True)
@@ -120,26 +142,40 @@ class Page:
             found.add(unique)
         return found
 
-    @property
-    def commands(self) -> Iterator[str]:
-        """Every command shown: lines of blocks that are no programs, and spans in backticks."""
-        for block in self.blocks:
-            if block.kind in ("", "console", "bash", "sh", "shell"):
-                yield from _commands(block)
-        yield from filter(COMMAND.match, self.spans)
+    @cached_property
+    def commands(self) -> list[Command]:
+        """Every command shown, in order: lines of blocks that are no programs, and spans in
+        backticks."""
+        found: list[Command] = []
+        line = self.line
+        for token in self.tokens:
+            line = self.line + token.map[0] if token.map else line
+            if token.type == "fence" and token.info.strip() in ("", "console", "bash", "sh"):
+                found += _commands(token.content, line + 1)
+            for one in token.children or ():
+                line += one.type in ("softbreak", "hardbreak")
+                if one.type == "code_inline" and COMMAND.match(one.content):
+                    found.append(Command(one.content, line))
+        return found
 
     @property
     def names_its_command(self) -> bool:
         """Whether backticks or a block hold a command, or a file that fixes figures."""
         if any(PROOF.match(span) and (ROOT / span).exists() for span in self.spans):
             return True
-        lines = (line for block in self.blocks for line in _commands(block))
-        return any(filter(COMMAND.match, self.spans)) or any(lines)
+        return bool(self.commands) or any(_commands(block.text, 0) for block in self.blocks)
 
 
-def _commands(block: Block) -> Iterator[str]:
-    """The commands of a block: joined where a backslash ends a line, without comments."""
-    for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
-        bare = re.sub(r"(^|\s)#.*", "", line.strip().removeprefix("$ ")).strip()
-        if COMMAND.match(bare):
-            yield bare
+def _commands(block: str, line: int) -> list[Command]:
+    """The commands of a block: joined where a backslash ends a line, without comments. What stands
+    between one that begins with $ and the next is its output."""
+    found: list[Command] = []
+    output: list[str] | None = None
+    for at, text in enumerate(re.sub(r"\\\n\s*", "", block).splitlines(keepends=True), line):
+        bare = re.sub(r"(^|\s)#.*", "", text.strip().removeprefix("$ ")).strip()
+        if COMMAND.match(bare) and (output is None or text.startswith("$ ")):
+            output = [] if text.startswith("$ ") else None
+            found.append(Command(bare, at, output))
+        elif output is not None:
+            output.append(text)
+    return found

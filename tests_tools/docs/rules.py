@@ -11,20 +11,19 @@
    are free.
 4. A page of docs says at its start what the reader can do after it.
 
-That every Python block runs is for blocks.py.
+That every Python block runs is for blocks.py, that commands of pages for users run for commands.py.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import typer
-from pages import ROOT, VARIABLES, Page
+from pages import ROOT, Command, Page
 
+import command_line
 from gradwire_tools.cli.program import app
 
 FIRST = "After this page you"
@@ -67,26 +66,21 @@ def commands(page: Page) -> Iterator[str]:
     for command in page.commands:
         wrong = command_error(command)
         if wrong:
-            yield f"{page.path}: `{command}`: {wrong}"
+            yield f"{page.path}:{command.line}: `{command.text}`: {wrong}"
 
 
-def command_error(command: str) -> str | None:
-    """What is wrong with a command; None if nothing is.
-
-    Alternatives stand behind "|", as in --ir | --c; a pipe, or another command, is left out.
-    """
-    alone = re.sub(VARIABLES, "", re.split(r" (?:\|(?! -)|>|&&|;) ", command)[0])
+def command_error(command: Command) -> str | None:
+    """What is wrong with a command; None if nothing is."""
     try:
-        words = shlex.split(alone.replace(" | ", " "))
+        program, *arguments = command.words
     except ValueError as error:
         return str(error)
-    program, *arguments = words
     if program == "gradwire" or arguments[:2] in (["-m", "gradwire"], ["-m", "gradwire_tools.cli"]):
         return _gradwire(arguments if program == "gradwire" else arguments[2:])
     if program == "make":
         return _make(arguments)
     if program == "pip":
-        return _extras(arguments) or _unquoted(alone)
+        return _extras(arguments) or _unquoted(command.text)
     if program == "torchrun" and (wrong := _nodes(arguments)):
         return wrong
     for word in arguments:  # scripts of the repository, by their folder
@@ -97,7 +91,7 @@ def command_error(command: str) -> str | None:
 
 def _gradwire(words: list[str]) -> str | None:
     """Through the command line's own parser, which runs nothing; COMMAND stands for any."""
-    group: Any = _program()
+    group: Any = command_line.built(app)
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         if words[0].isupper():
             return None
@@ -111,11 +105,6 @@ def _gradwire(words: list[str]) -> str | None:
         return str(error) or type(error).__name__
     more = [] if context.allow_extra_args else [word for word in rest if word != "..."]
     return f"{' '.join(more)}: it takes no such argument" if more else None
-
-
-@cache
-def _program() -> Any:
-    return typer.main.get_command(app)
 
 
 def _make(words: list[str]) -> str | None:

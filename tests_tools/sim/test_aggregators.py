@@ -37,7 +37,7 @@ def costs(one: Scenario, *stages: float, **given: Any) -> Curves:
     codecs = {of: (0.0, 0.0, 0.0) for of in one.priced if not hasattr(of, "aggregate")}
     known = priced({**codecs, IDENTITY: (0.0, 0.0, 0.0)}, **given)
     of_stage = [(0.0, 0.8 * value, 0.1 * value) for value in stages] or [(0.0, 0.0, 0.0)]
-    others = {str(of): of_stage for of in one.priced if hasattr(of, "aggregate")}
+    others = {of.recorded(): of_stage for of in one.priced if hasattr(of, "aggregate")}
     return Curves("a test", 1, known.codecs, known.engine, known.link, others)
 
 
@@ -45,7 +45,7 @@ def shown(rounds: Sequence[Sequence[Part]]) -> list[Any]:
     """What collectives do, without the names of tensors."""
     return [
         [
-            (part.operation, part.options, [str(s).replace(s.name, "") for s in part.specs])
+            (part.operation, part.options, [str(s).removeprefix(s.name) for s in part.specs])
             for part in of_round
         ]
         for of_round in rounds

@@ -219,7 +219,7 @@ def test_impossible_situations_are_refused() -> None:
         (partial(choose, situation(1e9), [QSGD(bits=2)]), "no curve for encode"),
         (
             partial(choose, situation(1e9), [registry.get("powersgd:rank=1000")]),
-            "defined in no algorithm: no parameter can be compressed; parameter parameter 0: rank",
+            "defined in no algorithm: no parameter can be compressed; parameter 0: rank",
         ),
         (partial(codecs.get, "none"), '"none" is no codec but its absence: leave it out here'),
     ]

@@ -73,7 +73,7 @@ def seconds(ranks: int, algorithm: str, encode: float, decode: float, per_node: 
         "decode_sum": (0.0, 0.0, decode), "reduce_encode": (0.0, encode, decode),
     }  # fmt: skip
     dense = dict.fromkeys(form, (0.0, 0.0, 0.0))
-    curves = Curves("none", 1, {str(QSGD()): form, str(Identity()): dense})
+    curves = Curves("none", 1, {repr(QSGD()): form, repr(Identity()): dense})
     options = Options(algorithm=algorithm, segments=1)
     net, size = Net("slow", 8e3), str(NUMEL)
     scenario = Scenario(ranks, net, QSGD(), size, options=options, per_node=per_node, exact=True)

@@ -30,7 +30,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
 
 def test_a_file_may_be_short(tmp_path: Path) -> None:
     file = tmp_path / "curves.json"
-    file.write_text(json.dumps({"codecs": {str(QSGD): {"encode": [1, 2, 3]}}}))
+    file.write_text(json.dumps({"codecs": {repr(QSGD): {"encode": [1, 2, 3]}}}))
     found = curves.load(file)
     assert found.seconds(QSGD, "encode", 10, 4) == 1 + 10 * (2 + 4 * 3)
     assert found.engine == Overheads()
@@ -59,7 +59,7 @@ def test_what_is_no_such_file_is_named(tmp_path: Path) -> None:
         refused(curves.load, [(file, r"curves\.json")])
     refused(curves.load, [(tmp_path / "none here", "none here")])
     ternary = Scenario(2, Net("none"), codecs.get("terngrad"), "1e4")
-    refused(lambda one: predict(one, USUAL), [(ternary, "no curve for encode of TernGrad")])
+    refused(lambda one: predict(one, USUAL), [(ternary, "no curve for encode of terngrad")])
 
 
 def test_a_fit_finds_the_curve() -> None:

@@ -56,7 +56,7 @@ def buckets(shapes: models.Shapes, ranks: int = 4, **given: Any) -> list[list[Sp
     """What is averaged together, in the order of DDP."""
     one = Scenario(ranks, GBIT, QSGD, shapes, **given)
     parts = [part for of in one.scopes for (part,) in of.rounds]
-    names = [f"parameter {number}" for number in reversed(range(len(shapes)))]
+    names = [f"{number}" for number in reversed(range(len(shapes)))]
     return [sorted(part.specs, key=lambda spec: names.index(spec.name)) for part in parts]
 
 

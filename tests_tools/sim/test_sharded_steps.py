@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from gradwire import Options, codecs
+from gradwire.codecs import Identity
 from gradwire.engine import HEADER_BYTES
+from gradwire.errors import ConfigError
 from gradwire.lang import layout
 from gradwire.partition import Spec
 from gradwire_tools.bench.train import sharded
@@ -19,7 +21,7 @@ from gradwire_tools.predict.simulate_sharded import sent_by
 from gradwire_tools.sim import Curves, Net, models
 from gradwire_tools.sim.models import Shapes
 from gradwire_tools.sim.sharded import ShardedScenario, predict_sharded
-from gradwire_tools.sim.shards import SCATTER, codecs_of, lengths
+from gradwire_tools.sim.shards import SCATTER, Torch, codecs_of, lengths
 from gradwire_tools.sim.training import Times, order
 from machines import FREE, GBIT, USUAL, priced
 from rooms.collectives import Capabilities, compile
@@ -34,7 +36,7 @@ W8 = codecs.get("randomshift", bits=8)
 def curves_of(one: ShardedScenario, free: bool = True) -> Curves:
     base = FREE if free else USUAL
     curve = (0.0, 0.0, 0.0) if free else (1e-5, 3e-10, 1e-10)
-    used = codecs_of(one.groups, one.weights, one.gradients)
+    used = codecs_of(one.groups, one.weights, one.gradients, one.between)
     return priced(
         dict.fromkeys([*used, codecs.get("identity")], curve), engine=base.engine, link=base.link
     )
@@ -46,8 +48,8 @@ def row_of(
     parsed = sharded.parse(method)
     weights, gradients = sent_by(parsed)
     feedback = parsed.options.get("error_feedback", False)
-    groups = given.pop("groups", GROUPS)
-    one = ShardedScenario(ranks, net, weights, gradients, groups, feedback=feedback, **given)
+    sent = {"weights": weights, "gradients": gradients, "groups": GROUPS, **given}
+    one = ShardedScenario(ranks, net, feedback=feedback, **sent)
     return predict_sharded(one, curves_of(one, free))
 
 
@@ -165,11 +167,68 @@ def test_a_slower_network_hardly_slows_quantised_steps() -> None:
     assert slower["qsdp:w=8:g=8"] < slower["qsdp:w=8:g=8:keep=none"] < 1.5
 
 
-def jobs_of(backward: str = "gather", **waits: bool) -> tuple[str, str]:
+COSMOS: dict[str, Any] = {
+    "ranks": 16, "per_node": 8, "replicas": 2, "accumulate": 4, "forward": 3.6, "backward": 7.2,
+    "groups": (((1024, 1024),),) * 8 + ((),),
+}  # fmt: skip
+
+
+def test_what_4_bits_make_of_a_slow_hop() -> None:
+    """NVIDIA's cosmos-framework, issue 161 and pull request 162: 10.8 s of computing and 11.4 s of
+    the hop for each micro-batch of a step of four took 88.8 s, deferred 54.3 s."""
+    numel, hop, computing = 8 << 20, 11.4, 4 * 10.8
+    net = Net("", 4 * numel * 8 / hop, 0.0)  # a machine sends every value once
+    four: dict[str, Any] = {"gradients": Identity(), "hop": codecs.get("qsgd", block=1024)}
+    ways = {"fp32": {}, "bf16": {"hop": Torch(2)}, "4 bits": four}
+    seconds, sent = dict[str, list[float]](), {}
+    for name, how in ways.items():
+        each, deferred, fast = (
+            row_of("fsdp-fp32", **COSMOS, **how, **given)
+            for given in (
+                {"net": net, "blocking": True, "deferred": False},
+                {"net": net, "blocking": True},
+                {"net": Net("", 1e3 * net.rate_bits_per_s, 0.0)},
+            )
+        )
+        assert each["replicas_wire_bytes"] == 4 * deferred["replicas_wire_bytes"]
+        seconds[name] = [row["seconds"] for row in (each, deferred, fast)]
+        sent[name] = deferred["replicas_wire_bytes"] / (4 * numel / 8)
+        taken = sent[name] * hop
+        assert seconds[name] == pytest.approx(
+            [computing + 4 * taken, computing + taken, computing], rel=0.003
+        ), name
+    assert sent == pytest.approx({"fp32": 1, "bf16": 0.5, "4 bits": 4.03 / 32}, rel=0.01)
+    assert seconds["fp32"][:2] == pytest.approx([88.8, 54.3], rel=0.01)
+    assert seconds["4 bits"][:2] == pytest.approx([49.0, 44.6], rel=0.01)
+    # Beside computing the hop of a fast fabric is hidden, and nothing is gained.
+    assert max(of[2] for of in seconds.values()) < 1.001 * computing
+
+
+def test_computing_hides_a_hop_of_replicas() -> None:
+    """In the last micro-batch: but for the last block's, or what is longer than backward."""
+    given = {**COSMOS, "net": Net("", 4 * (8 << 20) * 8 / 3.6, 0.0)}
+    beside, apart = (row_of("fsdp-fp32", **given, blocking=waits) for waits in (False, True))
+    assert apart["seconds"] == pytest.approx(4 * 10.8 + 3.6, rel=0.003)
+    assert beside["seconds"] == pytest.approx(4 * 10.8 + 3.6 / 8, rel=0.003)
+
+
+def test_replicas_are_machines() -> None:
+    for wrong, told in (
+        ({"per_node": 4}, "each is a machine, so of 16 ranks per_node is 8, not 4"),
+        ({"replicas": 3}, "per_node is 5.33333, not 8"),
+        ({"replicas": 0}, "replicas=0: give a number of at least 1"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"replicas": 1}, "are for steps with replicas"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            row_of("fsdp-fp32", **{**COSMOS, **wrong})
+
+
+def jobs_of(backward: str = "gather", **waits: Any) -> tuple[str, str]:
     """(jobs as lane and group, actions) of a step of three equal blocks."""
     times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * 3 + [Times(0.0, 0.0)]
     jobs, actions = order(times, backward, **waits)
-    names = [f"{job.lane[0]}{job.group}" for job in jobs]
+    names = [f"{'h' if job.hop else job.lane[0]}{job.group}" for job in jobs]
     marks = {"start": "+", "wait": "?"}
     told = [
         f"{one.seconds:g}" if one.do == "compute" else marks[one.do] + names[one.job]
@@ -194,6 +253,17 @@ def test_the_order_is_fsdp2s() -> None:
     for waits, forward, backward in ORDERS:
         assert jobs_of(**waits)[1] == f"{forward} {backward}"
     assert jobs_of()[0] == "g3 g0 g1 g2 g2 g1 g0 r2 r1 r0 r3"
+    # Replicas are averaged in the second micro-batch.
+    twice = {"hops": (False, True)}
+    assert jobs_of(**twice)[1] == " ".join(
+        [*ORDERS[0][1:], ORDERS[0][1], "+g2 ?g2 +g1 2 +r2 +h2 ?g1 +g0 2 ?r2 +r1 +h1 ?g0 2 ?r1",
+         "+r0 +h0 0 ?r0 +r3 +h3 ?r3 ?h2 ?h1 ?h0 ?h3"]
+    )  # fmt: skip
+    waits = " ".join([FORWARD, *ORDERS[1][2:]])
+    hopping = ORDERS[1][2]
+    for group in range(4):
+        hopping = hopping.replace(f"?r{group}", f"?r{group} +h{group} ?h{group}", 1)
+    assert jobs_of(blocking=True, **twice)[1] == f"{waits} {FORWARD} {hopping}"
     # What is kept is not gathered again.
     names, told = jobs_of("decode")
     assert names == "g3 g0 g1 g2 r2 r1 r0 r3"
@@ -217,7 +287,7 @@ def test_weights_are_encoded_before_and_decoded_after_every_gather() -> None:
     weights, gradients = sent_by(sharded.parse("qsdp:w=8:g=8:keep=none"))
     one = ShardedScenario(4, GBIT, weights, gradients, GROUPS)
     known = {**curves_of(one).codecs}
-    known[str(W8)] = {**known[str(W8)], "encode": (0.0, 1.0, 0.0), "decode": (0.0, 1e3, 0.0)}
+    known[repr(W8)] = {**known[repr(W8)], "encode": (0.0, 1.0, 0.0), "decode": (0.0, 1e3, 0.0)}
     row = predict_sharded(one, Curves("a test", 1, known))
     coded = [[s for s in group if len(s) > 1 and math.prod(s) >= 4096] for group in GROUPS]
     times = (2, 2, 1)  # the root's once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def test_sweeps(file: str) -> None:
     assert len(rows_of(file, "--model", "1e6", *servers)) == 2
 
 
+def test_the_table_says_of_what_it_is_defaults_too(file: str) -> None:
+    """What is swept is a column, and not in the title."""
+    sharded = ["--sharded", "--methods", "qsdp:w=8:g=8", "--sweep", "latency=1ms,2ms"]
+    for arguments, title, column in (
+        ([], "resnet50, 4 ranks, 1 Gbit/s, 1 ms latency", "codec"),
+        (["--net", "none", "--ranks", "2"], "resnet50, 2 ranks, loopback, no network emu", "codec"),
+        (["--sweep", "ranks=2,4"], "resnet50, 1 Gbit/s, 1 ms latency", "ranks"),
+        (["--sweep", "rate=1gbit,2gbit", "--model", "1e6"], "1e6, 4 ranks", "rate"),
+        (["--sweep", "bits=2,4", "--ranks", "2"], "resnet50, 2 ranks, 1 Gbit/s, 1 ms", "bits"),
+        (sharded, "resnet50, 4 ranks", "latency"),
+    ):
+        said, _, table = command_line.run("sim", "--curves", file, *arguments).out.partition("\n")
+        assert said.startswith(title), arguments
+        assert re.search(rf"^\W*{column}\b", table, re.MULTILINE), arguments
+
+
 def test_error_feedback_has_kernels_of_its_own(file: str, tmp_path: Path) -> None:
     data = json.loads(Path(file).read_text())
     for forms in data["codecs"].values():
@@ -126,6 +143,9 @@ OF_SHARDED = {
 }  # fmt: skip
 
 
+OF_REPLICAS = {"replicas", "accumulate", "deferred", "replicas_wire_bytes"}
+
+
 def test_a_step_under_fsdp2(file: str, tmp_path: Path) -> None:
     plot, methods = tmp_path / "plot.svg", ["fsdp-mixed", "qsdp:w=8:g=8"]
     given = ["--sharded", "--methods", ",".join(methods), "--backward", "0.2", "--model"]
@@ -141,6 +161,19 @@ def test_a_step_under_fsdp2(file: str, tmp_path: Path) -> None:
     assert "<svg" in plot.read_text()
     (alone, _) = rows_of(file, *given, "1e6", "--forward", "0.05")
     assert alone["forward_seconds"] == 0.05
+    of = ["fsdp-bf16", "gradwire:g=qsgd:bits=8:block=1024:inside=full"]
+    machines = ["--ranks", "4", "--per-node", "2", "--replicas", "2", "--accumulate", "3"]
+    how = ["--sharded", "--methods", ",".join(of), "--model", "4e5,4e5", *machines]
+    last, each = rows_of(file, *how), rows_of(file, *how, "--undeferred")
+    for seldom, often in zip(last, each, strict=True):
+        assert seldom.keys() == KEYS - {"codec", "buckets"} | OF_SHARDED | OF_REPLICAS
+        assert often["replicas_wire_bytes"] == 3 * seldom["replicas_wire_bytes"]
+        assert (seldom["deferred"], often["deferred"], often["accumulate"]) == (True, False, 3)
+    inside = [row["gradients_wire_bytes"] - row["replicas_wire_bytes"] for row in last]
+    assert inside[1] == pytest.approx(2 * inside[0], rel=0.01)  # uncompressed
+    assert last[1]["replicas_wire_bytes"] == pytest.approx(
+        last[0]["replicas_wire_bytes"] / 2, rel=0.03
+    )
 
 
 OF_VALIDATION = {

@@ -126,7 +126,7 @@ class ARTopK(Aggregator):
         positions = selection.packed_nbytes(self.density, numel)
         return positions + selection.count(self.density, numel) * itemsize
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         return (
             f"artopk(density={self.density:g}, leader={self.leader}, scope={self.scope}, "
             f"values={self.values})"

@@ -106,6 +106,6 @@ class Compressed(Encoded):
             object.__setattr__(self, "algorithm", checks.plain(self.algorithm))
             algorithms.get(self.algorithm)
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         through = "" if self.algorithm is None else f", {self.algorithm}"
-        return f"{self.codec}{through}{', whole model' if self.scope == 'model' else ''}"
+        return f"{self.codec!r}{through}{', whole model' if self.scope == 'model' else ''}"

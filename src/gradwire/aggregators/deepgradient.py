@@ -201,7 +201,7 @@ class DeepGradientCompression(Encoded):
         # Not 0, which would let the rank's finite gradients pass as zeros: no state may change.
         return torch.where(norm.isfinite(), factor, torch.nan).float()
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         clip = "" if self.clip is None else f", clip={self.clip:g}"
         warmup = f", warmup={self.warmup}" if self.warmup else ""
         return (

@@ -45,5 +45,5 @@ class Dense(Aggregator):
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * (self.dtype or dtype).itemsize
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         return "dense" if self.dtype is None else f"dense in {self.dtype}".replace("torch.", "")

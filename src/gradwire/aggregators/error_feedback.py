@@ -37,6 +37,7 @@ import torch
 
 from gradwire.aggregators.contract import find_fault, start_coroutine
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
+from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 
 RESIDUAL = "residual"
@@ -50,8 +51,15 @@ class ErrorFeedback(Aggregator):
     inner: Aggregator
 
     def __post_init__(self) -> None:
-        has = isinstance(self.inner, ErrorFeedback) or self.inner.own_feedback
-        assert not has, "the inner aggregator has error feedback"
+        given: object = self.inner
+        if not isinstance(given, Aggregator):
+            codec = given if isinstance(given, str | Codec) else "qsgd"
+            raise ConfigError(
+                f"ErrorFeedback takes an aggregator, not {given!r:.60}: write "
+                f'gw.attach(model, "{codec}", error_feedback=True)'
+            )
+        if isinstance(given, ErrorFeedback) or given.own_feedback:
+            raise ConfigError(f"ErrorFeedback: {given} has its own: give it to attach as it is")
 
     @property
     def scope(self) -> str:  # type: ignore[override]
@@ -124,6 +132,9 @@ class ErrorFeedback(Aggregator):
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         inside = self.inner.feeds_back and dtype != torch.float16
         return self.inner.payload_bytes(shape, dtype if inside else torch.float32)
+
+    def recorded(self) -> str:
+        return f"{self.inner.recorded()}, error feedback"
 
     def __str__(self) -> str:
         return f"{self.inner}, error feedback"

@@ -75,5 +75,5 @@ class GlobalTopK(Aggregator):
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return 4 * math.prod(shape)
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         return f"globaltopk(density={self.density:g})"

@@ -51,7 +51,7 @@ def run_local(
     rows = np.zeros(len(values), ROW)
     for row, value, payload in zip(rows, values, payloads, strict=True):
         numel = value.numel()
-        check_memory(str(codec), "values", value, numel, torch.float32, device)
+        check_memory(codec, "values", value, numel, torch.float32, device)
         nbytes, whole = k.layout.nbytes(numel), payload.is_contiguous()
         if payload.nbytes != nbytes or not whole or payload.device != device:
             raise CodecError(

@@ -50,6 +50,6 @@ class LWTopK(Encoded):
     def codec(self) -> Codec:  # type: ignore[override]
         return TopK(self.density, self.values)
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         whole = ", whole model" if self.scope == "model" else ""
         return f"lwtopk(density={self.density:g}, values={self.values}{whole})"

@@ -162,7 +162,7 @@ class PowerSGD(Aggregator):
             return 4 * math.prod(shape)
         return 4 * self.rank * (shape[0] + math.prod(shape[1:]))
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         fresh = "" if self.warm else ", fresh start"
         how = "" if self.orthogonal == "cholesky" else f", {self.orthogonal}"
         return f"powersgd(rank={self.rank}{fresh}{how})"

@@ -176,6 +176,10 @@ class Aggregator:
         gives its parameters bf16 instead. None, where torch computes it."""
         return ()
 
+    def recorded(self) -> str:
+        """Its text in states and in files of measurements, which must not change."""
+        return str(self)
+
     def at(self, step: int) -> Aggregator:
         """The aggregator as it is in a step, where options depend on the step."""
         return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from gradwire import codecs
@@ -16,7 +18,7 @@ from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
 from gradwire.aggregators.thc import THC
 from gradwire.aggregators.topkc import TopKC
-from gradwire.codecs.text import merged, parse
+from gradwire.codecs.text import merged, parse, spelled
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec, code_lines
@@ -109,29 +111,25 @@ def text(aggregator: Aggregator, bits: bool = False) -> str:
     Raises:
         ConfigError: a class that is not registered, or an option that has no text.
     """
-    if aggregator == Dense():
-        return "none"
-    if isinstance(aggregator, Compressed):
-        name = codecs.name_of(aggregator.codec)
-        given = codecs.options(aggregator.codec)
-        given |= {"algorithm": aggregator.algorithm, "scope": aggregator.scope}
-    else:
-        known = {made: name for name, made in REGISTRY.items()}
-        name = known.get(type(aggregator), "")
-        given = {f.name: getattr(aggregator, f.name) for f in dataclasses.fields(aggregator)}
-    if name in codecs.REGISTRY or name in REGISTRY:
-        plain = get(name)
-        usual = plain.codec if isinstance(plain, Compressed) else plain
-        defaults = {o: getattr(usual, o, getattr(plain, o, None)) for o in given}
-        always = ("bits", "rank") if bits else ()
-        told = {o: v for o, v in given.items() if o in always or v != defaults[o]}
-        if all(isinstance(v, int | float | str) for v in told.values()):
-            return ":".join([name, *(f"{option}={_word(v)}" for option, v in told.items())])
+    found = _spelled(aggregator, ("bits", "rank") if bits else ())
+    with suppress(ConfigError):
+        if found and get(found) == aggregator:
+            return found
     raise ConfigError(f"{aggregator} has no text: a plan in a file has registered codecs alone")
 
 
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _spelled(aggregator: Aggregator, always: Collection[str] | None = None) -> str:
+    """An aggregator as users write it, see `codecs.spelled`; "" if it is not registered."""
+    if aggregator == Dense():
+        return "none"
+    if isinstance(aggregator, Compressed):
+        name = codecs.spelled(aggregator.codec, always)
+        return name and spelled(name, aggregator, (), settled=("codec",))
+    name = next((name for name, made in REGISTRY.items() if type(aggregator) is made), "")
+    return name and spelled(name, aggregator, always)
+
+
+Aggregator.__str__ = lambda one: _spelled(one) or repr(one)  # type: ignore[method-assign, arg-type]
 
 
 def _own_options(options: dict[str, Any]) -> dict[str, Any]:

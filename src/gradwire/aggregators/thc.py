@@ -210,7 +210,7 @@ class THC(Aggregator):
         numel = math.prod(shape)
         return layout(self.wire).nbytes(numel) + 2 * -(-numel // self.chunk)
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         wide = "" if self.saturate else ", never saturating"
         how = f"bits={self.bits}, code={self.code}, rotation={self.rotation}, chunk={self.chunk}"
         return f"thc({how}{wide})"

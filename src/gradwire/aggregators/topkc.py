@@ -172,7 +172,7 @@ class TopKC(Aggregator):
         chunks, sent = self.cut(numel)
         return _SQUARE_BITS // 8 * chunks + self.width * min(sent * self.size, numel)
 
-    def __str__(self) -> str:
+    def recorded(self) -> str:
         how = f"bits={self.bits:g}, chunk={self.size}"
         how += f", values={self.values}" if self.values != "fp16" else ""
         how += ", permuted" if self.permuted else ""

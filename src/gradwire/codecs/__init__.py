@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from gradwire.codecs import registry
 from gradwire.codecs.registry import *  # noqa: F403
 from gradwire.codecs.text import merged, parse
+from gradwire.codecs.text import spelled as _spelled
 from gradwire.errors import ConfigError, use_one_of
 from gradwire.lang.codec import Codec as Codec
 from gradwire.lang.codec import check_codec, source_lines
@@ -87,6 +88,16 @@ def options(codec: Codec) -> dict[str, Any]:
     name = name_of(codec)
     settled = REGISTRY[name][1] if name in REGISTRY else {}
     return {k: getattr(codec, k) for k in _fields(type(codec)) if k not in settled}
+
+
+def spelled(codec: Codec, always: Collection[str] | None = None) -> str:
+    """A codec as users write it: its name, its first option (or those of `always`), and those that
+    are not its defaults, "qsgd:bits=2:scale=max"; "" if it is not registered."""
+    name = name_of(codec)
+    return _spelled(name, codec, always, REGISTRY[name][1]) if name in REGISTRY else ""
+
+
+Codec.__str__ = lambda codec: spelled(codec) or repr(codec)  # type: ignore[method-assign, arg-type]
 
 
 def listing() -> list[dict[str, Any]]:

@@ -8,7 +8,10 @@ Options may be separated by commas, too, where the text is not itself part of a 
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Collection
+from typing import Any
 
 from gradwire.errors import ConfigError
 
@@ -33,6 +36,21 @@ def parse(text: str) -> tuple[str, dict[str, Value]]:
             raise ConfigError(f"{text!r}: option {option!r} is given twice")
         options[option] = value(found)
     return name, options
+
+
+def spelled(
+    name: str, made: Any, always: Collection[str] | None = None, settled: Collection[str] = ()
+) -> str:
+    """The text of what has a name: options of `always`, or else the first, and those that are not
+    its defaults, without the settled ones."""
+    fields = [f for f in dataclasses.fields(made) if f.name not in settled]
+    always = [f.name for f in fields[:1]] if always is None else always
+    parts = [name]
+    for f in fields:
+        v = getattr(made, f.name)
+        if f.name in always or v != f.default:
+            parts.append(f"{f.name}={str(v).lower() if isinstance(v, bool) else v}")
+    return ":".join(parts)
 
 
 def merged(text: str, parsed: dict[str, Value], keywords: dict[str, object]) -> dict[str, object]:

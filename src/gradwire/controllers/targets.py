@@ -71,12 +71,12 @@ class Target:
         """
         found = dict.fromkeys(self.shapes, self.reference)
         for name, text in texts.items():
-            choices = {meaning(str(one)): one for one in self.family.methods(self.shapes[name])}
+            choices = {meaning(m.recorded()): m for m in self.family.methods(self.shapes[name])}
             whole = text if ":rank=" in text else text.replace("powersgd", "powersgd:rank=2")
             method = aggregators.get(whole)  # older states leave the rank out that was the default
-            if meaning(str(method)) not in choices:
+            if meaning(method.recorded()) not in choices:
                 raise ValueError(f"{name} has {method}")
-            found[name] = choices[meaning(str(method))]
+            found[name] = choices[meaning(method.recorded())]
         return found
 
 

@@ -73,7 +73,7 @@ class Auto:
 
     def __post_init__(self, replan: object) -> None:
         if replan is not None:
-            raise ConfigError("Auto: replan is given otherwise now: write policy=gw.Replan(...)")
+            raise ConfigError("Auto: replan is given otherwise now: write policy=gw.Replan()")
         for option, example in (("codecs", "qsgd:bits=4"), ("methods", "powersgd:rank=8")):
             given = getattr(self, option)
             several = isinstance(given, Sequence) and not isinstance(given, str)

@@ -103,8 +103,8 @@ def plan_alone(
     for p in plan.parameters:
         if p.inner.serves_one_rank and getattr(p.inner, "momentum", None):
             raise ConfigError(
-                f"parameter {p.name}: {p.how} takes the place of the optimizer's momentum, which a "
-                "plain module does not get: wrap it in DistributedDataParallel, or use momentum=0"
+                f"parameter {p.name}: {p.inner} takes the place of the optimizer's momentum, which "
+                "a plain module does not get: wrap it in DistributedDataParallel, or use momentum=0"
             )
     return plan
 

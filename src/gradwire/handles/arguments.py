@@ -32,15 +32,17 @@ RENAMED = {
     "coalesce_bytes": "options=gw.Options(coalesce_bytes=0)",
     "keep": 'options=gw.Options(keep="reference")',
     "replan": 'policy=gw.Replan("lgreco", every=500)',
-    "auto": "gw.Auto(...) in place of the codec",
+    "auto": "gw.attach(model, gw.Auto())",
 }
 
 
 def check_renamed(call: str, keywords: Iterable[str]) -> None:
     """Raise ConfigError for a keyword that a call has no longer."""
     for name in RENAMED.keys() & set(keywords):
-        others = ", and with it the other options that stay" if call == "update" else ""
-        raise ConfigError(f"{call}: {name} is given otherwise now: write {RENAMED[name]}{others}")
+        write = RENAMED[name]
+        if call == "update":  # the other options stay
+            write = write.replace("gw.Options(", "dataclasses.replace(handle.plan.options, ")
+        raise ConfigError(f"{call}: {name} is given otherwise now: write {write}")
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,9 @@ def _check_automatic(model: object, methods: Methods, policy: object) -> None:
     """Raise ConfigError for what does not go with "auto"."""
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            'attach: "auto" is for DDP modules; give an FSDP2 module a codec (`gradwire sim '
-            "--sharded` predicts what it saves)"
+            'attach: "auto" is for DDP modules; give an FSDP2 module a codec: write '
+            'gw.attach(model, "qsgd:bits=4"); `gradwire doctor --ranks 2` says whether compression '
+            "pays on this network, and `gradwire sim --sharded` predicts a step"
         )
     feedback = {"error_feedback": methods.error_feedback or None}
     given = {"policy": policy, **(methods.options or {}), **feedback}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-from gradwire.handles.summary import short
 from gradwire.planner import Plan
 from gradwire.planner.plan import ParameterPlan
 
@@ -51,7 +50,7 @@ def warn_of_bias(plan: Plan, ranks: int, call: str = "gw.attach") -> None:
 
 def _what(found: list[ParameterPlan]) -> str:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"gradients of {found[0].name}{more} go through {short(found[0].inner)}"
+    return f"gradients of {found[0].name}{more} go through {found[0].inner}"
 
 
 def warn_once(message: str, kind: str = _BIASED) -> None:

@@ -8,6 +8,7 @@ object, and is read from its frame.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
@@ -60,6 +61,14 @@ def replace_collective(record: Any, verb: str, by: Any) -> Any:
     """Make a group call `by`; returns what it called before."""
     before = collective_of(record, verb)
     setattr(record, f"_{verb}_comm", by)
+    return before
+
+
+def replace_replicas(record: Any, by: Any) -> Any:
+    """Make a group's all-reduces between replicas go through `by`; returns its mesh as it was."""
+    before = record.mesh_info
+    record.mesh_info = copy.copy(before)
+    record.mesh_info.replicate_process_group = by
     return before
 
 

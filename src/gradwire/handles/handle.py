@@ -47,7 +47,7 @@ RENAMED = {
     "summary": "str(handle)",
     "adaptation": "handle.history()",
     "automatic": "handle.history()",
-    "attached": "handle.plan, and remember the call of detach",
+    "attached": '"(detached)" not in repr(handle)',
 }
 
 _TOLD = 3  # of the newest decisions in a summary
@@ -101,15 +101,16 @@ class Handle(Saved):
             handle.update(bits=3)
             handle.update("topk", density=0.01)
             handle.update(codecs={"0.weight": "topk:density=0.05"})
-            handle.update(options=gw.Options(algorithm="ring"))
+            handle.update(options=dataclasses.replace(handle.plan.options, algorithm="ring"))
 
         Args:
             codec: the new default codec; options that are not given have their defaults. Without
                 it, `codec_options` change the present default codec.
             codecs: these precede the present ones; a known pattern gets the new codec.
             include, exclude, error_feedback: as in `attach`.
-            options: in place of the present ones; seed and keep stay as `attach` was told, and so
-                does coalesce_bytes if it is left out.
+            options: in place of all present ones: what `gw.Options(...)` leaves out has its default
+                again. To change one, replace it in `handle.plan.options`, as above. Seed and keep
+                stay as `attach` was told, and so does coalesce_bytes if it is left out.
             weights: of an FSDP2 module that was attached with `weights`: from the forward on that
                 follows the switch. What is kept of gathered weights stays as `attach` was told.
 
@@ -221,6 +222,7 @@ class Handle(Saved):
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what would have been sent uncompressed: 2 (N-1)/N of the gradients in an
                 all-reduce; under FSDP2 (N-1)/N, and 2 (N-1)/N of their shards between N replicas.
+            replicas_wire_bytes: under FSDP2, the part of wire_bytes that went to other replicas.
             ratio: raw_bytes / wire_bytes; 1.0 where nothing was sent, as in a single process.
             seconds: summed over buckets, which overlap, from a bucket's readiness to its average;
                 under FSDP2 over collectives, from start to result.
@@ -258,7 +260,7 @@ class Handle(Saved):
             weights_kept_bytes: under FSDP2, memory of what is kept of gathered weights.
             weights_frozen_values: under FSDP2, of groups without a trained parameter, which are
                 gathered once, and again only if somebody has changed them.
-            parameters: name -> codec or aggregator (or "dense"), numel, payload_bytes (of one
+            parameters: name -> codec or aggregator (or "none"), numel, payload_bytes (of one
                 gradient, at most), ratio: of the plan in force.
             plan: its version.
         """
@@ -378,7 +380,7 @@ class Handle(Saved):
             raw_payload = p.numel * p.dtype.itemsize
             payload = p.aggregator.payload_bytes(p.shape, p.dtype)
             parameters[p.name] = {
-                "codec": p.how,
+                "codec": str(p.inner),
                 "numel": p.numel,
                 "payload_bytes": payload,
                 "ratio": times_less(raw_payload, payload),

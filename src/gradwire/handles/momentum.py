@@ -36,7 +36,9 @@ class MomentumGuard:
 
     def watch(self, plan: Plan) -> None:
         """Begin to watch, if this plan's averages have momentum; else end."""
-        self._how = {p.name: p.how for p in plan.parameters if p.aggregator.replaces_momentum}
+        self._how = {
+            p.name: str(p.inner) for p in plan.parameters if p.aggregator.replaces_momentum
+        }
         self._names = {p: name for name, p in self._named if name in self._how}
         self._known.clear()
         if not self._names:

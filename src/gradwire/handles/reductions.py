@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradwire.decide.policy import Adaptation
 
 State = Mapping[str, Any]
-_TOTALS = ("steps", "calls", "wire_bytes", "raw_bytes", "kernel_calls")
+_TOTALS = ("steps", "calls", "wire_bytes", "raw_bytes", "replicas_wire_bytes", "kernel_calls")
 _SECONDS = ("seconds", "exposed_seconds", "kernel_seconds")
 
 

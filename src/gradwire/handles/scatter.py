@@ -8,7 +8,7 @@ for which the scatter has no error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -129,17 +129,13 @@ class Replicas(dist.ProcessGroup):
 
     Args:
         group: that process group.
-        of: the gradients of all groups: runs the all-reduces.
-        members: the parameters, by FSDP's records.
+        hop: given this rank's shards of all parameters and the reduction, reduces them in place.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, of: Scatters, members: Mapping[Any, Attached]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, hop: Callable[[torch.Tensor, Any], None]) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group = group
-        self.of = of
-        self.members = members
+        self.hop = hop
 
     # Equal to `group`, since torch looks groups up in a table for its error messages.
 
@@ -150,25 +146,36 @@ class Replicas(dist.ProcessGroup):
         return hash(self.group)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Reduce this rank's shards of all parameters, in place."""
-        of, (values,), (reduction, factor) = self.of, tensors, factor_of(opts.reduceOp)
-        shard, shards = of.groups.shard, of.groups.shards
-        of.reduces(self)
-        members: list[Attached] = []
-        requests: list[Request] = []
-        for piece in scattered(values.numel() * shards, shards):
-            member = _member(self.members, piece.parameter)
-            if not piece.lengths[shard]:
-                member.step += 1  # as on ranks that have values of it: steps stay equal
-                continue
-            residual = _residual(member, values, of)
-            own = None if residual is None else _own(residual, piece, shard)
-            members.append(member)
-            requests.append(AllReduce(values[piece.at :][: piece.lengths[shard]], reduction, own))
-        of.between_replicas(members, requests, values)
-        if factor != 1.0:
-            values.mul_(factor)
+        self.hop(tensors[0], opts.reduceOp)
         return Completed()
+
+
+def reduce_replicas(
+    of: Scatters, known: Mapping[Any, Attached], values: torch.Tensor, op: Any
+) -> None:
+    """`Replicas.hop` of one group of parameters, through their codecs.
+
+    Args:
+        of: the gradients of all groups: runs the all-reduces.
+        known: the parameters, by FSDP's records.
+    """
+    reduction, factor = factor_of(op)
+    shard, shards = of.groups.shard, of.groups.shards
+    of.reduces(known)
+    members: list[Attached] = []
+    requests: list[Request] = []
+    for piece in scattered(values.numel() * shards, shards):
+        member = _member(known, piece.parameter)
+        if not piece.lengths[shard]:
+            member.step += 1  # as on ranks that have values of it: steps stay equal
+            continue
+        residual = _residual(member, values, of)
+        own = None if residual is None else _own(residual, piece, shard)
+        members.append(member)
+        requests.append(AllReduce(values[piece.at :][: piece.lengths[shard]], reduction, own))
+    of.between_replicas(members, requests, values)
+    if factor != 1.0:
+        values.mul_(factor)
 
 
 class Completed(dist.Work):

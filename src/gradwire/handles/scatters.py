@@ -7,11 +7,11 @@ handles/gathered.py. A pass begins with the first reduce-scatter of a backward.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +24,18 @@ from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.handles.backward import Backward, Forward, running
-from gradwire.handles.fsdp import broken_off, collective_of, replace_collective, shard_of
+from gradwire.handles.fsdp import (
+    broken_off,
+    collective_of,
+    replace_collective,
+    replace_replicas,
+    shard_of,
+)
 from gradwire.handles.gathered import NO_STATS, GatheredWeights, weights_section
 from gradwire.handles.learning import learned, levels_section
 from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import alike, rehearse
-from gradwire.handles.scatter import Replicas, Scatter
+from gradwire.handles.scatter import Replicas, Scatter, reduce_replicas
 from gradwire.handles.sharded_plan import Trained, check_nodes, make_sharded_plan
 from gradwire.handles.summary import Expected, expected_scatter
 from gradwire.planner import Learned, Plan, Rules, WeightRules
@@ -116,9 +122,8 @@ class Scatters(Reductions):
             self._scatters.append(Scatter(self, members))
             replace_collective(record, "reduce_scatter", self._scatters[-1])
         if self.groups.replicas is not None:
-            record.mesh_info = copy.copy(record.mesh_info)
-            between = Replicas(self.groups.replicas, self, members)
-            record.mesh_info.replicate_process_group = between
+            by = Replicas(self.groups.replicas, partial(reduce_replicas, self, members))
+            replace_replicas(record, by)
 
     @property
     def replicas(self) -> Owner:
@@ -272,6 +277,8 @@ class Scatters(Reductions):
         with owner.awaited():
             outcomes = result_of(ended)
         self._reduced(outcomes, begun, raw_bytes)
+        if self.groups.replicas is not None and owner is self.replicas:
+            self.count(replicas_wire_bytes=sum(one.wire_bytes for one in outcomes))
         if self._word is None and owner.comm.stream(requests[0].values.device) is not None:
             self.tell_version(requests[0].values.device)
         if ends and self.adaptation is not None:

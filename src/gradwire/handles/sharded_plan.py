@@ -90,7 +90,7 @@ def make_sharded_plan(
         alone = isinstance(p.inner, Compressed) and p.inner == Compressed(p.inner.codec)
         if not (alone or isinstance(p.inner, Dense)):
             raise ConfigError(
-                f"parameter {p.name}: FSDP2's reduce-scatter takes a codec, not {p.how}"
+                f"parameter {p.name}: FSDP2's reduce-scatter takes a codec, not {p.inner}"
             )
         if p.codec is not None:
             check_defined(options.algorithm, p.codec, SCATTER.verb)

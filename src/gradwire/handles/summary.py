@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
-from gradwire import codecs
-from gradwire.aggregators import Aggregator, Compressed, Dense, Encoded
-from gradwire.aggregators.registry import REGISTRY
+from gradwire.aggregators import Aggregator, Dense, Encoded
 from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.collectives.compile import algorithm_of, cut
 from gradwire.collectives.legal import FLOATS, uncompressed
 from gradwire.collectives.packing import expected
 from gradwire.engine import Communicator
 from gradwire.engine.topology import Topology
-from gradwire.lang import Codec, layout
+from gradwire.lang import layout
 from gradwire.lang.kernels import MEND
 from gradwire.partition import Spec
 from gradwire.planner import ParameterPlan, Plan
@@ -225,7 +223,7 @@ def _groups(plan: Plan, rank: int, ranks: int) -> list[list[str]]:
         bits = 8 * sum(_payload_bytes(p) for p in group) / max(values, 1)
         feedback = "yes" if group[0].feedback else "no"
         rows.append(
-            [short(group[0].inner), f"{len(group):,}", f"{values:,}", f"{bits:.3g}", feedback]
+            [str(group[0].inner), f"{len(group):,}", f"{values:,}", f"{bits:.3g}", feedback]
         )
     return rows
 
@@ -301,30 +299,3 @@ def transport_name(comm: Communicator) -> str:
         return _UNKNOWN
     name = getattr(transport, "name", type(transport).__name__)
     return f"{name} (shared memory)" if name == "shm" else str(name)
-
-
-def short(aggregator: Aggregator) -> str:
-    """An aggregator as users write it: its name, its first option, and those that are not its
-    defaults: "qsgd:bits=4", "qsgd:bits=2:scale=max"."""
-    if isinstance(aggregator, Compressed):
-        name = _short(codecs.name_of(aggregator.codec), aggregator.codec)
-        own = {"algorithm": aggregator.algorithm, "scope": aggregator.scope}
-        default = {"algorithm": None, "scope": "layer"}
-        return ":".join([name, *(f"{k}={v}" for k, v in own.items() if v != default[k])])
-    if aggregator == Dense():
-        return "none"
-    names = {made: name for name, made in REGISTRY.items()}
-    if type(aggregator) in names:
-        return _short(names[type(aggregator)], aggregator)
-    return str(aggregator)
-
-
-def _short(name: str, made: Codec | Aggregator) -> str:
-    settled = codecs.REGISTRY[name][1] if name in codecs.REGISTRY else {}
-    fields = [f for f in dataclasses.fields(made) if f.name not in settled]  # type: ignore[arg-type]
-    given = [
-        f"{f.name}={getattr(made, f.name)}"
-        for at, f in enumerate(fields)
-        if at == 0 or getattr(made, f.name) != f.default
-    ]
-    return ":".join([name, *given])

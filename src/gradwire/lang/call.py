@@ -139,7 +139,7 @@ class Verdict:
         number = int(self._found.item())
         if number:
             self._failed.zero_()
-            raise CodecError(f"row {number - 1}: malformed payload for {self._codec!r}")
+            raise CodecError(f"row {number - 1}: malformed payload for {self._codec}")
 
 
 class Kernels:
@@ -225,7 +225,7 @@ class Kernels:
 
 
 def check_memory(
-    of: str,
+    of: object,
     what: str,
     tensor: torch.Tensor | None,
     numel: int,

@@ -106,7 +106,7 @@ class Library(Kernels):
 
     def malformed(self, row: int, form: str) -> CodecError:
         """The error for a malformed payload in a row of a call."""
-        return CodecError(f"row {row} of {form}: malformed payload for {self.codec!r}")
+        return CodecError(f"row {row} of {form}: malformed payload for {self.codec}")
 
 
 TARGETS = ("auto", "c", "eager", "triton")
@@ -262,7 +262,7 @@ def for_device(
     k = kernels(codec, dtype, target, [form])
     if k.device.type != device.type:
         raise ConfigError(
-            f"{codec!r} runs on {k.device.type} with target {target!r}, but the tensor is on "
+            f"{codec} runs on {k.device.type} with target {target!r}, but the tensor is on "
             f"{device}: move it, or use another target"
         )
     return k

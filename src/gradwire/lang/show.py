@@ -40,7 +40,7 @@ def fingerprint(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     """16 hexadecimal digits that identify a codec's computation on `dtype`; ranks compare them."""
     if isinstance(codec, Exact):
         codec.itemsize(dtype)  # raises for unsupported dtypes
-        return _digest(f"{codec} of {torch_name(dtype)}")
+        return _digest(f"{codec!r} of {torch_name(dtype)}")
     table = forms.derive(codec, native_name(dtype)).table
     return _digest(f"{show(codec, 'ir', dtype)}\n{table}")
 

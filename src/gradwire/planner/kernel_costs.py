@@ -38,9 +38,9 @@ def measured(codecs: Iterable[Codec], threads: int) -> dict[str, dict[str, Curve
     user's cache does not have are measured, some seconds for each, and kept there."""
     mine = file(threads, "kernels")
     found = _kept(mine) | _kept(file(threads))  # the latter of `gradwire sim`
-    missing = [codec for codec in codecs if str(codec) not in found]
+    missing = [codec for codec in codecs if repr(codec) not in found]
     if missing:
-        found |= {str(codec): kernel_curves(codec, threads) for codec in missing}
+        found |= {repr(codec): kernel_curves(codec, threads) for codec in missing}
         kept = {"machine": processor(), "threads": threads, "codecs": found}
         write_whole(mine, json.dumps(kept, indent=1) + "\n")
     return found

@@ -67,8 +67,8 @@ class ParameterPlan:
 
     @property
     def how(self) -> str:
-        """The codec or aggregator as text, or "dense"; without error feedback."""
-        return str(self.inner)
+        """The codec or aggregator as states name it, or "dense"; without error feedback."""
+        return self.inner.recorded()
 
     def __str__(self) -> str:
         gathered = "" if self.weight is None else f", weights in {self.weight}"

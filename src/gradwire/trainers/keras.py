@@ -238,7 +238,7 @@ class _Averaging:
                 self.compression.begin()
                 raise ConfigError(
                     f"gw.keras: {type(inner).__name__} has {own}={getattr(inner, own):g}, and the "
-                    f"average of {p.name}, by {p.how}, includes momentum already: make the "
+                    f"average of {p.name}, by {p.inner}, includes momentum already: make the "
                     f"optimizer with {own}=0, or give momentum=0 ('dgc:momentum=0')"
                 )
         return model

@@ -13,7 +13,7 @@ DASH = "–"
 TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 RATES = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-_SHARES = ("of_limit", "orthogonal_share", "cut")
+_SHARES = ("of_limit", "orthogonal_share")
 
 
 def seconds(value: float | None) -> str:
@@ -137,7 +137,7 @@ def faster(mine: float, baseline: float, count: int = 3) -> str:
 
 
 def times(ratio: float) -> str:
-    """ "2.41×"."""
+    """How many times faster, in a column whose heading or caption says than what: "2.41×"."""
     return f"{digits(ratio)}×"
 
 
@@ -146,6 +146,6 @@ def than(compared: str, baseline: str) -> str:
     return f"{compared} {'as' if compared == 'as fast' else 'than'} {baseline}"
 
 
-def plural(count: int, word: str) -> str:
+def plural(count: int, word: str, end: str = "s") -> str:
     """ "1 seed", "3 seeds"."""
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}{end}"

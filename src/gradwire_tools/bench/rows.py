@@ -157,6 +157,9 @@ _VALUES = {
     "integers": KeyValue("a list of integers", _list(_integer)),
     "numbers": KeyValue("a list of numbers or nulls", _list(_number, null=True)),
     "times": KeyValue("a list of numbers of 0 or more or nulls", _list(_amount, null=True)),
+    "targets": KeyValue(
+        "an object of lists of numbers of 0 or more or nulls", _object(_list(_amount, null=True))
+    ),
     "flag": KeyValue("true or false", lambda v: isinstance(v, bool)),
     "layers": KeyValue("an object of numbers of 0 or more", _object(_amount)),
     "tried": KeyValue("a list of what was tried: setting, seconds and used", _list(_tried)),

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from gradwire_tools.cli import options
+from gradwire_tools.bench.quantities import times
+from gradwire_tools.cli import options, tables
 from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
 from gradwire_tools.cli.output import measured, output
 from gradwire_tools.cli.training import bench_train, task_options, trained
@@ -66,7 +67,7 @@ options.command(bench, "train", "--net 100mbit,1ms --json rows.jsonl")(bench_tra
 def bench_aggregators(
     methods: Annotated[Text, Option(help="Comma-separated; by default a sweep of ranks.")] = None,
     task: Annotated[
-        str, Option(help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
+        str, Option(help="Whose gradients: gpt, gpt-32k, gpt-124m, image or image-resnet50.")
     ] = "gpt",
     ranks: options.Ranks = 2,
     quick: options.QuickAlone = False,
@@ -269,5 +270,9 @@ def bench_ablation(
     """What kernels, pipelining, batching and selective compression bring, one after the other."""
     from gradwire_tools.bench.paper import ablation
 
-    columns = ["where", "part", "net", "synchronisation_seconds", "cut", "step_seconds"]
-    measured(json_file, columns, ablation.run, ranks, net, model, codec_name, compute, turns, lab)
+    columns = ["where", "part", "synchronisation_seconds", "faster_than_before", "step_seconds"]
+    with output(json_file) as out:
+        rows = out.quiet(ablation.run(ranks, net, model, codec_name, compute, turns, lab))
+        gains = [gain and times(gain) for gain in map(ablation.part_gain, rows)]
+        shown = [row | {columns[3]: gain} for row, gain in zip(rows, gains, strict=True)]
+        out.table(shown, columns, title=tables.where(rows))

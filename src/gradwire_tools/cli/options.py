@@ -62,7 +62,7 @@ _WITHIN = "End within 45 s on two idle cores"
 Quick = Annotated[bool, Option("--quick", help=f"{_WITHIN}, unless the network is slow.")]
 QuickAlone = Annotated[bool, Option("--quick", help=f"{_WITHIN}.")]  # without a network
 Net = Annotated[str, Option(help="RATE,LATENCY such as 1gbit,1ms; or none.")]
-Task = Annotated[str, Option(help="gpt, gpt-32k, image or image-resnet50.")]
+Task = Annotated[str, Option(help="gpt, gpt-32k, gpt-124m, image or image-resnet50.")]
 TaskOption = Annotated[
     list[str] | None, Option(help="NAME=VALUE, such as network=resnet; repeatable.")
 ]

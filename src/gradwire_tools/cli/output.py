@@ -83,8 +83,11 @@ class Output:
         with _progress(self.remarks) as advance, watched(advance):
             return list(self.each(rows))
 
-    def table(self, rows: list[Row], columns: list[str], framed: bool = True) -> None:
-        """Print a table of `columns`, keys of the rows, for people."""
+    def table(
+        self, rows: list[Row], columns: list[str], framed: bool = True, title: str = ""
+    ) -> None:
+        """Print a table of `columns`, keys of the rows, for people; its title on a line above."""
+        self.say(title)
         tables.show(self.console, rows, columns, framed)
 
     def say(self, text: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from gradwire_tools.cli import options
+from gradwire_tools.bench.quantities import times
+from gradwire_tools.cli import options, tables
 from gradwire_tools.cli.options import Text, command, names, writable
 from gradwire_tools.cli.output import output
 
@@ -48,6 +49,7 @@ def decide(
     if all(given is None for given in (model, shapes, net, save, json_file)):
         typer.echo(context.get_help())
         return
+    from gradwire.decide.auto import EXACT
     from gradwire_tools.predict import planning
 
     given = None if "DEFAULT" in str(context.get_parameter_source("ranks")) else ranks
@@ -65,15 +67,14 @@ def decide(
         rows = out.quiet(planning.run(wanted))
         layer = "numel count uncompressed_seconds compressed_seconds compress partitions"
         best = "method algorithm coordinated segments coalesce_bytes least seconds wire_bytes"
-        for part, columns in (("layer", layer), ("setting", f"{best} times_faster")):
-            out.table([_plain(row) for row in rows if row["part"] == part], columns.split())
+        settings = [row for row in rows if row["part"] == "setting"]
+        plain = [row["method"] for row in settings if row["method"] in EXACT]  # the fastest first
+        gain = f"faster_than_{plain[0]}"
+        shown = [{**row, gain: times(1 / (1 - row["saves"]))} for row in settings]
+        layers = [row for row in rows if row["part"] == "layer"]
+        out.table(layers, layer.split(), title=tables.where(rows))
+        out.table(shown, [*best.split(), gain])
         out.say(rows[-1]["detail"])
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """With its gain as the verdict has it: times faster than the best without a codec."""
-    gain = 1 / (1 - row["saves"]) if "saves" in row else 1.0
-    return {**row, "times_faster": float(f"{gain:.3g}")}
 
 
 @command(plan, "show", "plan.json")

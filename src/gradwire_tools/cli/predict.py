@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from gradwire.errors import ConfigError
-from gradwire_tools.cli import options
+from gradwire_tools.cli import options, tables
 from gradwire_tools.cli.options import Real, Text, Whole, names, number, writable
 from gradwire_tools.cli.output import output
 
@@ -30,6 +30,11 @@ def sim(
     forward: Annotated[Real, number("With --sharded: its seconds; half of --backward.")] = None,
     blocking: Annotated[
         bool, Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
+    ] = False,
+    replicas: Annotated[int, Option(help="With --sharded: machines that replicate (HSDP).")] = 1,
+    accumulate: Annotated[int, Option(help="With --replicas: micro-batches per step.")] = 1,
+    undeferred: Annotated[
+        bool, Option("--undeferred", help="Average replicas in each micro-batch, not in the last.")
     ] = False,
     sweep: Annotated[Text, Option(help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")] = None,
     plot: Annotated[Path | None, Option(help="A FILE.png or FILE.svg.")] = None,
@@ -53,7 +58,15 @@ def sim(
     from gradwire_tools.bench.train.sharded import COMPARED
     from gradwire_tools.predict import sim_plot, simulate, simulate_sharded
 
+    hsdp: dict[str, Any] = {
+        "replicas": replicas,
+        "accumulate": accumulate,
+        "undeferred": undeferred,
+    }
     of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
+    of_sharded |= {
+        f"--{n}": None if given == (n != "undeferred") else given for n, given in hsdp.items()
+    }
     for option, given in of_sharded.items():
         if given is not None and not sharded:
             raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")
@@ -81,18 +94,21 @@ def sim(
             "model": model, "per_node": per_node, "cores": cores, "backward": backward,
             "options": options, "sweep": sweep, "threads": threads, "file": curves, "fresh": fresh,
         }  # fmt: skip
-        swept = ["value"] if sweep else []
         if sharded:
             chosen = names("--methods", method_names) or COMPARED
             wanted: simulate.WantedStep = simulate_sharded.WantedSharded(
-                methods=chosen, forward=forward, blocking=blocking, **common
+                methods=chosen, forward=forward, blocking=blocking, **hsdp, **common
             )
             columns = ["method", "seconds", "weights_wire_bytes", "gradients_wire_bytes"]
             columns += ["ratio", "of_limit"]
         else:
             codecs = names("--codec", codec_name) or ["qsgd"]
             wanted = simulate.WantedCollectives(codecs=codecs, **common)
-            columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
-        rows = out.measured(simulate.run(wanted), [*swept, *columns])
+            columns = ["codec", "algorithm", "seconds", "wire_bytes", "of_limit", "exact"]
+        rows = out.quiet(simulate.run(wanted))
+        if sweep:
+            columns.insert(0, rows[0]["sweep"])
+        shown = [{**row, columns[0]: row["value"]} if sweep else row for row in rows]
+        out.table(shown, columns, title=tables.where(rows))
         if draw is not None:
             draw(rows)

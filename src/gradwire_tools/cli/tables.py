@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradwire_tools.bench.quantities import network, plural
+
 HEADINGS = {
     "communication_seconds": "network (ms)",
     "weights_wire_bytes": "weights (MB)",
@@ -69,6 +71,14 @@ def show(
             console.print()
         for title, *cells in whole:
             console.print(Text(f"{title}: {cells[index]}"), soft_wrap=True)
+
+
+def where(rows: Sequence[dict[str, Any]]) -> str:
+    """A title: of a model, the ranks and the network, those that are the same in all rows."""
+    first = rows[0]
+    said = {"model": first["model"], "ranks": plural(first["ranks"], "rank")}
+    said["net"] = network(first["net"])
+    return ", ".join(said[key] for key in said if all(row[key] == first[key] for row in rows))
 
 
 def _widths(most: int, columns: Sequence[Sequence[str]], framed: bool) -> list[int] | None:

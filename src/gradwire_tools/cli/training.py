@@ -50,6 +50,15 @@ def bench_train(
         bool, Option("--sharded", help="Train under FSDP2: weights are sent, too.")
     ] = False,
     accumulate: Annotated[int, Option(help="With --sharded: micro-batches per step.")] = 1,
+    device: Annotated[
+        str, Option(help="cpu, or cuda: ranks share the GPU; losses, no times.")
+    ] = "cpu",
+    pause: Annotated[
+        Real, number("Save after so many seconds of training, and end; --resume goes on.")
+    ] = None,
+    per_node: Annotated[
+        int, Option(help="With --sharded: ranks per machine, which shard; machines replicate.")
+    ] = 1,
     resume: options.Resume = False,
     quick: options.Quick = False,
     json_file: options.Json = None,
@@ -59,6 +68,8 @@ def bench_train(
 
     chosen = names("--methods", method_names)
     networks = _networks(compose, nets)
+    if pause is not None and json_file in (None, "-"):
+        raise ConfigError("--pause saves beside the rows: give their --json FILE")
     with output(json_file) as out:
         planned = config.plan(
             task=task,
@@ -75,6 +86,9 @@ def bench_train(
             validate=validate,
             sharded=sharded,
             accumulate=accumulate,
+            device=device,
+            pause_seconds=pause,
+            per_node=per_node,
             quick=quick,
         )
         for table in view.tables(trained(planned, out, json_file, resume)):

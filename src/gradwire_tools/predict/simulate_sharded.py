@@ -2,8 +2,9 @@
 
 A row: sharded (true), method, model, ranks, per_node, net, algorithm, numel, groups, seconds,
 forward_seconds, backward_seconds, blocking, compute_seconds, wire_bytes, weights_wire_bytes,
-gradients_wire_bytes, ratio, limit_seconds, of_limit, messages, exact, machine, and sweep and value
-where a parameter was swept. docs/laboratory/simulator.md explains them.
+gradients_wire_bytes, ratio, limit_seconds, of_limit, messages, exact, machine, with replicas
+replicas, accumulate, deferred and replicas_wire_bytes, and sweep and value where a parameter was
+swept. docs/laboratory/simulator.md explains them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KINDS = (
         "seconds:amount forward_seconds:amount backward_seconds:amount compute_seconds:amount "
         "blocking:flag weights_wire_bytes:amount gradients_wire_bytes:amount ratio:amount? "
         "limit_seconds:amount?",
+        "replicas:positive accumulate:positive deferred:flag replicas_wire_bytes:amount? "
         "machine:text? sweep:text value:plain",
     ),
 )
@@ -50,12 +52,16 @@ class WantedSharded(WantedStep):
     Attributes:
         methods: names as of `bench train --sharded`; of torch's, the first algorithm has a row.
         forward: seconds of computing; None: half of `backward`.
-        blocking: see gradwire_tools.sim.sharded.ShardedScenario.
+        blocking, replicas, accumulate, undeferred: see
+            gradwire_tools.sim.sharded.ShardedScenario.
     """
 
     methods: Sequence[str] = ()
     forward: float | None = None
     blocking: bool = False
+    replicas: int = 1
+    accumulate: int = 1
+    undeferred: bool = False
 
     def cases(self, point: Point) -> Iterator[Case]:
         if point.name is not None and point.name not in SWEPT:
@@ -70,16 +76,21 @@ class WantedSharded(WantedStep):
             for algorithm in self.algorithms if method.ours else self.algorithms[:1]:
                 one = self._scenario(method, algorithm, point)
                 row = {"sharded": True, "method": method.name, "model": self.model}
-                codecs = codecs_of(one.groups, one.weights, one.gradients)
+                codecs = codecs_of(one.groups, one.weights, one.gradients, one.between)
                 yield row, codecs, partial(predict_sharded, one)
 
     def _scenario(self, method: ShardedMethod, algorithm: str, point: Point) -> ShardedScenario:
-        weights, gradients = sent_by(method)
+        weights, hop = sent_by(method)
+        full = "inside" in method.options
         common = self.at(point, algorithm if method.ours else "sra")
         forward = common["backward"] / 2 if self.forward is None else self.forward
         return ShardedScenario(
             weights=weights,
-            gradients=gradients,
+            gradients=Identity() if full else hop,
+            hop=hop,
+            replicas=self.replicas,
+            accumulate=self.accumulate,
+            deferred=not self.undeferred,
             groups=models.groups(self.model),
             feedback=method.options.get("error_feedback", False),
             forward=point.number("forward", forward),

@@ -2,7 +2,7 @@
 
     gain = time to a loss of the best 16-bit baseline / the method's
 
-Times are medians over seeds; above 1 a method saves time. `by_seeds` judges the difference.
+Times are medians over seeds; above 1 a method is faster. `by_seeds` judges the difference.
 A time is known to the time between two evaluations. Composed times of all seeds rest on the same
 few timed steps, so their mean's standard error counts, too, which no spread over seeds shows.
 
@@ -85,6 +85,17 @@ def against(
     return worded(verdict, told, compared, endings)
 
 
+def of_step(row: Row, bar: Row | None) -> Gain | None:
+    """Of a median step against that of the best 16-bit baseline, by the quartiles of both."""
+    if bar is None or not row["step_seconds"] or not bar["step_seconds"]:
+        return None
+    if row is bar:
+        return Gain(Standing.BAR, 1.0)
+    standing = by_spreads(*(one.get("step_seconds_quartiles") for one in (row, bar)))
+    standing = Standing.UNJUDGED if standing is Standing.SPREADLESS else standing
+    return Gain(standing, bar["step_seconds"] / row["step_seconds"])
+
+
 def beside(mine: float, baseline: float, name: str) -> tuple[str, str]:
     """A time against the baseline's: "2.50 times faster", and of what."""
     compared = faster(mine, baseline)
@@ -126,16 +137,20 @@ def by_seeds(
     if len(pairs) < max(2, len(mine), len(baseline)):
         return Standing.SPREADLESS
     differences = [a - b for a, b in pairs]
-    mean = statistics.mean(differences)
+    mean, half = statistics.mean(differences), half_width(differences)
     if abs(mean) <= resolution:
         return Standing.NOISE
-    freedom = len(differences) - 1
-    t = _T95[freedom - 1] if freedom <= len(_T95) else 2.2
-    half = t * statistics.stdev(differences) / math.sqrt(len(differences))
     if abs(mean) <= half:
         one_sign = min(differences) > 0 or max(differences) < 0
         return Standing.FEW if one_sign else Standing.NOISE
     return Standing.GAIN if mean < 0 else Standing.LOSS
+
+
+def half_width(differences: Sequence[float]) -> float:
+    """Of the 95 % confidence interval of the mean of two differences or more."""
+    freedom = len(differences) - 1
+    t = _T95[freedom - 1] if freedom <= len(_T95) else 2.2
+    return t * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 @dataclass(frozen=True)
@@ -200,9 +215,15 @@ def judged(
     return gains
 
 
-def of_summaries(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, Gain]:
-    """The gains at the target of one run's summary rows."""
-    if not summaries or summaries[0]["target"] is None:
+def of_summaries(
+    summaries: Sequence[Row], evaluations: Sequence[Row], target: str | None = None
+) -> dict[str, Gain]:
+    """The gains of one run's summary rows: at its target, or at one of `bench.train.rows.TARGETS`,
+    which all of them have."""
+    if target is not None:
+        key = "time_to_target_by_seed"
+        summaries = [{**row, key: row["times_to_by_seed"][target]} for row in summaries]
+    elif not summaries or summaries[0]["target"] is None:
         return {row["method"]: Gain(Standing.UNKNOWN) for row in summaries}
     methods = [row["method"] for row in summaries]
     found = dict(zip(methods, paired(summaries, "time_to_target"), strict=True))

@@ -23,7 +23,8 @@ _BAND = "Mean over seeds; the band reaches from the least to the greatest."
 _LOSSES = {
     Standing.GAIN: (", more than noise", "lower"),
     Standing.LOSS: (", more than noise: it costs accuracy here", "higher"),
-    Standing.NOISE: (", which is within noise", Standing.NOISE.value),
+    Standing.NOISE: (", which is within noise", ""),
+    Standing.FEW: (", and so with every seed; these are too few to judge", ""),
 }
 
 
@@ -184,7 +185,8 @@ def one_seed(row: Row) -> bool:
 
 
 def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
-    """A summary's last loss against fp32's: as a clause, and for a table."""
+    """A summary's last loss against fp32's, with the half width of the 95 % confidence interval of
+    the difference: as a clause, and for a table."""
     if row["final_loss"] is None:
         return "ended with a loss that is not finite, with one seed or more", "not finite"
     if baseline is None or row is baseline or not baseline["final_loss"]:
@@ -198,7 +200,13 @@ def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
         return told, change
     mine, theirs = gain.paired((row, baseline), "final_loss")
     verdict = Standing.NOISE if ratio == 1 else gain.by_seeds(mine, theirs)
-    return gain.worded(verdict, told, change, _LOSSES)
+    clause, cell = gain.worded(verdict, told, change, _LOSSES)
+    pairs = zip(mine, theirs, strict=True)
+    differences = [a - b for a, b in pairs if a is not None and b is not None]
+    if verdict is Standing.SPREADLESS or len(differences) < 2:
+        return clause, cell
+    known = f"{digits(100 * gain.half_width(differences) / baseline['final_loss'], 2)} %"
+    return f"{clause} (known to ±{known})", cell.replace(change, f"{change} ±{known}")
 
 
 _SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -227,7 +235,7 @@ def at_targets(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Que
     ]
     gains = {name: [at[name] for at in by_target] for name in whole}
     answers = [
-        f"{name}: {_told(mine)}." for name, mine in gains.items() if name not in baselines.names
+        f"{name} {_told(mine)}." for name, mine in gains.items() if name not in baselines.names
     ]
     missing = gain.left_out(summaries, evaluations)
     if missing is not None:
@@ -290,27 +298,25 @@ def _times(mine: Run, losses: Mapping[int, float]) -> list[float | None]:
 
 
 _WORDS = {
-    Standing.GAIN: ("saves time at", "faster"),
-    Standing.LOSS: ("costs time at", "slower"),
-    Standing.NOISE: ("is within noise at", ""),
-    Standing.UNJUDGED: ("is not judged, for want of seeds, at", ""),
-    Standing.NEVER: ("does not reach", ""),
-    Standing.ONLY: ("alone, without the 16-bit baselines, reaches", ""),
-    Standing.UNKNOWN: ("cannot be compared at", ""),
+    Standing.GAIN: "is {} times faster at",
+    Standing.LOSS: "is {} times slower at",
+    Standing.NOISE: "is within noise at",
+    Standing.UNJUDGED: "is not judged, for want of seeds, at",
+    Standing.NEVER: "does not reach",
+    Standing.ONLY: "alone, without the 16-bit baselines, reaches",
+    Standing.UNKNOWN: "cannot be compared at",
 }
 
 
 def _told(gains: Sequence[Gain]) -> str:
     """Gains and losses of a method over the targets, in a clause."""
     parts = []
-    for standing, (word, compared) in _WORDS.items():
+    for standing, words in _WORDS.items():
         ratios = [one.ratio or 1.0 for one in gains if one.standing is standing]
         if not ratios:
             continue
-        part = f"{word} {len(ratios)} of {plural(len(gains), 'target')}"
-        if compared:
-            factors = [max(ratio, 1 / ratio) for ratio in ratios]
-            low, high = digits(min(factors)), digits(max(factors))
-            part += f" ({low if low == high else f'{low} to {high}'} times {compared})"
-        parts.append(part)
+        factors = [max(ratio, 1 / ratio) for ratio in ratios]
+        low, high = digits(min(factors)), digits(max(factors))
+        word = words.format(low if low == high else f"{low} to {high}")
+        parts.append(f"{word} {len(ratios)} of {plural(len(gains), 'target')}")
     return "; ".join(parts)

@@ -24,6 +24,7 @@ from gradwire_tools.report.rows import Row, read
 PICTURES = {
     "gains-gpt": ("train-gpt", "", ("",)),
     "gains-image": ("train-image", "", ("",)),
+    "hsdp": ("train-hsdp", "", ("",)),
     "time-to-accuracy": ("train-gpt", "300mbit", ("torch", "qsgd")),
 }
 _PLACE = re.compile(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire_tools.bench.paper.ablation import part_gain
 from gradwire_tools.bench.quantities import (
     digits,
+    faster,
     network,
     percent,
     percent_of,
     plural,
     spelled,
+    than,
     times,
 )
 from gradwire_tools.predict.sim_sweep import place
@@ -84,14 +87,16 @@ def choices(rows: Sequence[Row]) -> Section:
 def ablation(rows: Sequence[Row]) -> Section:
     """Of one model, network and run (HIPRESS, Fig. 12)."""
     first = rows[0]
-    drawn, answers = [], []
+    drawn, answers, shown = [], [], []
     for row in rows:
         colour = {"lab": "g0", "simulator": "t1"}.get(row["where"], "g1")
         time = row["synchronisation_seconds"]
         drawn.append(Bar(f"{row['part']}, {row['where']}", [time], colour=colour))
-        if row["cut"] is not None:
-            less = f"{percent_of(abs(row['cut']))} {'less' if row['cut'] >= 0 else 'more'}"
-            answers.append(f"{row['where']}, {row['part']}: {less} than before.")
+        gain = part_gain(row)
+        shown.append({**row, "faster": times(gain) if gain else None})
+        if gain:
+            told = than(faster(1.0, gain), "before")
+            answers.append(f"{row['where']}, {row['part']}: {told}.")
     question = Question(
         "What does each part bring?",
         answers,
@@ -99,9 +104,9 @@ def ablation(rows: Sequence[Row]) -> Section:
         "Synchronisation per step: averaging, less what backward hides. Each part is added to "
         "those above it.",
         table(
-            rows,
+            shown,
             "where | part | method | synchronisation = synchronisation_seconds | "
-            "less than before = cut | step = step_seconds",
+            "faster than before = faster | step = step_seconds",
         ),
     )
     about = f"{first['ranks']} ranks, {network(first['net'])}, {first['numel']:,} values."

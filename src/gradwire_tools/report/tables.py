@@ -13,21 +13,23 @@ from functools import partial
 from pathlib import Path
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench.paper.ablation import part_gain
 from gradwire_tools.bench.quantities import (
     DASH,
     digits,
     network,
     percent,
+    plural,
     rate,
     seconds,
     size,
     times,
 )
-from gradwire_tools.bench.train.rows import FULL, Baselines, length
+from gradwire_tools.bench.train.rows import FULL, TARGETS, Baselines, length, per_step
 from gradwire_tools.report import learning, predictions
 from gradwire_tools.report.gain import Gain, Standing, of_summaries
 from gradwire_tools.report.rows import Row, grouped, read, sort, split
-from gradwire_tools.report.training import MODEL, gain_map
+from gradwire_tools.report.training import MODEL, networks
 
 Kinds = dict[str, list[Row]]  # rows by the name of their kind
 Runs = Sequence[Sequence[Row]]
@@ -37,6 +39,11 @@ _COST = 0.01  # of fp32's metric, that is no loss
 _LEGEND = (
     "A number is the gain. Bold: faster than the best 16-bit baseline (*1*); plain: within noise, "
     "or too few seeds to judge."
+)
+_LEGEND_OF_THREE = (
+    "Gains at three targets: fp32's loss after 60 % of its run, after 80 %, and its last loss "
+    "plus 1 %. Bold: faster than the best 16-bit baseline (*1*) at the first two; plain: at one of "
+    "them slower, within noise, or too few seeds to judge."
 )
 
 
@@ -87,6 +94,9 @@ def _by_network(rows: Sequence[Row]) -> Runs:
 def _about(rows: Sequence[Row]) -> str:
     first, *_ = summaries = split(rows)[0]
     said = f"Task `{first['task']}`, {first['ranks']} ranks"
+    if first.get("replicas"):
+        batches = plural(first["accumulate"], "micro-batch", "es")
+        said += f" on {first['replicas']} machines, {batches} per step"
     if first.get("parameters"):
         said += f", {first['parameters']:,} parameters"
     if seeds := dict.fromkeys(seed for row in summaries for seed in row.get("seeds") or ()):
@@ -113,16 +123,34 @@ def _lines(runs: Runs) -> list[str]:
 
 
 def _grid(runs: Runs) -> list[str]:
-    """A line per method: its gain on each network, then what it learned, on the slowest."""
-    chart, (summaries, _) = gain_map(runs), split(runs[0])
-    gains, full = dict(chart.rows), _full(summaries)
-    cells = []
+    """A line per method: its gain on each network, at each target that the rows have; then what it
+    learned, on the slowest."""
+    columns = [split(run) for run in runs]
+    every = [row.get("times_to_by_seed") or {} for summaries, _ in columns for row in summaries]
+    three = all(times.keys() >= TARGETS.keys() for times in every)
+    targets: list[str | None] = [*TARGETS] if three else [None]
+    gains = [[of_summaries(*column, target) for target in targets] for column in columns]
+    summaries, cells = columns[0][0], []
+    full = _full(summaries)
     for row in summaries:
         if not row.get("timing_only"):
-            line = [f"`{row['method']}`", *(_gain(one, True) for one in gains[row["method"]])]
-            cells.append([*line, *_learned(row, full), digits(row.get("final_metric"), 4)])
-    heads = ["method", *chart.columns, "last loss", "against fp32", "last metric"]
-    return [*_table(heads, cells), "", _LEGEND]
+            at = [[one.get(row["method"]) for one in column] for column in gains]
+            line = [_three(mine) if three else _gain(mine[0], True) for mine in at]
+            learned = [*_learned(row, full), digits(row.get("final_metric"), 4)]
+            cells.append([f"`{row['method']}`", *line, *learned])
+    heads = ["method", *networks(runs), "last loss", "against fp32", "last metric"]
+    return [*_table(heads, cells), "", _LEGEND_OF_THREE if three else _LEGEND]
+
+
+def _three(gains: Sequence[Gain | None]) -> str:
+    """Gains at `TARGETS`; bold where the first two are more than noise."""
+    words = {Standing.NEVER: "never", Standing.BAR: "*1*"}
+    known = [one or Gain(Standing.UNKNOWN) for one in gains]
+    told = [words.get(one.standing, digits(one.ratio)) for one in known]
+    both, last = " / ".join(told[:2]), told[2]
+    if all(one.standing is Standing.GAIN for one in known[:2]):
+        both = f"**{both}**"
+    return f"{both} / {last}"
 
 
 def _full(summaries: Sequence[Row]) -> Row | None:
@@ -154,11 +182,12 @@ def _gain(gain: Gain | None, short: bool = False) -> str:
 
 def _best(kinds: Kinds) -> str:
     """Networks x tasks: the three methods with the highest gains, among those whose last metric is
-    nowhere more than `_COST` worse than fp32's; and in how many cells each leads. Of several runs a
-    method's highest gain counts."""
+    nowhere more than `_COST` worse than fp32's; and in how many cells each leads. Of several runs
+    with a method the newest counts: the highest would be one that chance had favoured."""
     cells: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     lost = set()
-    for mine in grouped(kinds["bench train"], *MODEL, "run", "net", "composed").values():
+    runs = grouped(kinds["bench train"], *MODEL, "run", "net", "composed").values()
+    for mine in sorted(runs, key=lambda rows: (rows[0].get("run") or {}).get("date") or ""):
         summaries, evaluations = split(mine)
         gains, full = of_summaries(summaries, evaluations), _full(summaries)
         for row in summaries:
@@ -167,10 +196,11 @@ def _best(kinds: Kinds) -> str:
             if ratio is None or cost is None or cost > _COST:
                 lost.add(row["method"])
             else:
-                of_cell[row["method"]] = max((ratio, cost), of_cell.get(row["method"], (0.0, 0.0)))
+                of_cell[row["method"]] = ratio, cost
     if not any(cells.values()):
         return ""
-    tasks, lines, leads = [*dict.fromkeys(name for _, name in cells)], [], Counter[str]()
+    tasks = [*dict.fromkeys(row["task"] for row in kinds["bench train"])]
+    lines, leads = [], Counter[str]()
     for net in sorted({net for net, _ in cells}, key=rate):
         line = [network(net)]
         for name in tasks:
@@ -196,17 +226,26 @@ def _cost(row: Row, full: Row | None) -> float | None:
 
 
 def _steps(runs: Runs) -> list[str]:
-    """Methods x networks: medians of steps, in brackets over that of the best 16-bit baseline on
-    the network. Of several runs, unlike for gains, the first with a method counts."""
+    """Methods x networks: medians of steps, in brackets how many times faster than the best 16-bit
+    baseline's on the network. Of several runs, unlike for gains, the first with a method counts.
+    With replicas (HSDP) also what crosses between machines, and the last loss on the first
+    network."""
     columns = [split(run)[0] for run in runs]
     bars = [Baselines.of_rows(column).best(column, "step_seconds") or {} for column in columns]
     cells = []
     for method in dict.fromkeys(row["method"] for column in columns for row in column):
         mine = [next((r for r in column if r["method"] == method), {}) for column in columns]
-        sent = size(next(filter(None, mine)).get("wire_bytes_per_step"))
+        first = next(filter(None, mine))
+        cells.append([f"`{method}`", size(first.get("wire_bytes_per_step"))])
         took = [[row.get("step_seconds") for row in rows] for rows in (mine, bars)]
-        cells.append([f"`{method}`", sent, *map(_beside, *took)])
-    heads = ["method", "sent per step", *(network(column[0]["net"]) for column in columns)]
+        cells[-1] += map(_beside, *took)
+        if first.get("replicas"):
+            cells[-1][2:2] = [size(per_step(first, "replicas_wire_bytes"))]
+            cells[-1].append(digits(first["final_loss"], 4))
+    heads = ["method", "sent per step", *networks(runs)]
+    if columns[0][0].get("replicas"):
+        heads[2:2] = ["to other machines"]
+        heads.append("last loss")
     return _table(heads, cells)
 
 
@@ -228,7 +267,8 @@ def _choices(kinds: Kinds) -> str:
 
 
 def _parts(kinds: Kinds) -> str:
-    """Of the rows of `bench ablation`: parts x models, in the lab and in the simulator."""
+    """Of the rows of `bench ablation`: parts x models, in the lab and in the simulator; in brackets
+    how many times faster than without the part."""
     found = kinds["bench ablation"]
     columns = grouped(found, "model", "net", "ranks", "where")
     heads = ["part", *(f"{model}, {net}, {n} ranks, {where}" for model, net, n, where in columns)]
@@ -239,13 +279,14 @@ def _parts(kinds: Kinds) -> str:
 
 
 def _part(row: Row) -> str:
-    cut = "" if row["cut"] is None else f" ({percent(1 - row['cut'])})"
-    return seconds(row["synchronisation_seconds"]) + cut
+    gain = part_gain(row)
+    return seconds(row["synchronisation_seconds"]) + (f" ({times(gain)})" if gain else "")
 
 
 def _auto(kinds: Kinds) -> str:
     """Two tables of automatic mode. Methods x networks: means of steps after the first evaluation
-    that follows its last decision, in brackets over those of the fastest that was chosen by hand.
+    that follows its last decision, in brackets how many times faster than those of the fastest that
+    was chosen by hand.
     And what it tried: what a pass took; a star marks what it then used."""
     decided = [row for row in kinds["decisions"] if row.get("tried")]
     decided.sort(key=lambda row: rate(row["net"]))
@@ -288,10 +329,10 @@ def _settled(run: Sequence[Row], decided: int) -> dict[str, float]:
 
 
 def _beside(took: float | None, other: float | None) -> str:
-    """Seconds, in brackets over another's."""
-    if took is None:
-        return DASH
-    return seconds(took) + (f" ({took / other:.2f})" if other else "")
+    """Seconds, in brackets how many times faster than another."""
+    if not took:
+        return seconds(took)
+    return seconds(took) + (f" ({times(other / took)})" if other else "")
 
 
 def _table(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:

@@ -20,7 +20,7 @@ from gradwire_tools.report.rows import Row, grouped, run_of, split
 
 _LARGE = 0.1  # error of a composed time
 _COLUMNS = 5  # of a map
-MODEL = ("task", "ranks", "parameters", "task_options")
+MODEL = ("task", "ranks", "per_node", "parameters", "task_options")
 
 Runs = Sequence[Sequence[Row]]
 
@@ -40,13 +40,17 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def picture(rows: Sequence[Row]) -> tuple[Chart, str]:
-    """The map of a training on several networks, else loss against the time of one run; and its
-    heading.
+    """The map of a training on several networks, else loss against the time of one run; of
+    replicas (HSDP), the map of steps; and its heading.
 
     Raises:
         ConfigError: the rows are not those of one `gradwire bench train`.
     """
     rows = [row for row in rows if row["row"] != "validation"]
+    if rows and all(row.get("replicas") for row in rows):
+        first = rows[0]
+        machines = f"{first['replicas']} machines of {first['per_node']} ranks"
+        return step_map(rows), f"{first['task']}, {machines}: steps against 16 bit"
     trainings = _trainings(rows)
     if len(trainings) == 1 and sum(map(len, trainings[0])) == len(rows):
         task, ranks = (rows[0][key] for key in ("task", "ranks"))
@@ -90,7 +94,8 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
     summaries, evaluations = split(rows)
     first = rows[0]
     seeds = list(dict.fromkeys(row["seed"] for row in evaluations))
-    about = f"{first['ranks']} ranks, {network(first['net'])}"
+    machines = f" on {first['replicas']} machines" if first.get("replicas") else ""
+    about = f"{first['ranks']} ranks{machines}, {network(first['net'])}"
     if isinstance(first.get("parameters"), int):
         about += f"; a model of {first['parameters']:,} parameters"
     if seeds:
@@ -124,12 +129,14 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         for method in sorted(timing_only)
     ]
     trained = [row for row in evaluations if row["method"] not in timing_only]
-    questions = [
-        learning.time_to_loss(trained, summaries),
-        learning.at_targets(trained, summaries),
-        learning.what_is_learned(trained, summaries),
-        *([costs.steps(summaries), costs.sent(summaries)] if summaries else []),
-    ]
+    learned = learning.what_is_learned(trained, summaries)
+    sent = costs.sent(summaries) if summaries else None
+    if "device" in first:
+        told.append("Ranks share this machine's GPU, so times are left out.")
+        questions = [learned, sent]
+    else:
+        timed = learning.time_to_loss(trained, summaries), learning.at_targets(trained, summaries)
+        questions = [*timed, learned, costs.steps(summaries) if summaries else None, sent]
     under = ", sharded" if first.get("sharded") else ""
     title = f"Training {first['task']}, {first['ranks']} ranks{under}, {network(first['net'])}"
     return Section(title, told, list(filter(None, questions)))
@@ -194,17 +201,36 @@ def _trainings(rows: Sequence[Row]) -> list[Runs]:
 
 
 def gain_map(runs: Runs) -> TileChart:
-    """Columns are networks, with how they were measured where the rows have both."""
+    """Methods by networks."""
     gains = [gain.of_summaries(*split(run)) for run in runs]
     methods = dict.fromkeys(name for of_net in gains for name in of_net)
+    return TileChart(
+        networks(runs), [(name, [of_net.get(name) for of_net in gains]) for name in methods]
+    )
+
+
+def networks(runs: Runs) -> list[str]:
+    """Headings of columns: the networks, with how they were measured where the rows have both."""
     ways = {(run[0]["net"], bool(run[0].get("composed"))) for run in runs}
-    columns = []
+    found = []
     for first, *_ in runs:
         told = network(first["net"])
         if {(first["net"], True), (first["net"], False)} <= ways:
             told += ", composed" if first.get("composed") else ", whole"
-        columns.append(told)
-    return TileChart(columns, [(name, [of_net.get(name) for of_net in gains]) for name in methods])
+        found.append(told)
+    return found
+
+
+def step_map(rows: Sequence[Row]) -> TileChart:
+    """Of median steps: columns are numbers of micro-batches and networks."""
+    columns, gains = [], []
+    places = grouped(split(rows)[0], "accumulate", "net")
+    for (count, net), mine in sorted(places.items(), key=lambda one: (one[0][0], rate(one[0][1]))):
+        columns.append(f"{plural(count, 'batch', 'es')}, {network(net)}")
+        bar = Baselines.of_rows(mine).best(mine, "step_seconds")
+        gains.append({row["method"]: gain.of_step(row, bar) for row in mine})
+    methods = dict.fromkeys(name for of_place in gains for name in of_place)
+    return TileChart(columns, [(name, [of.get(name) for of in gains]) for name in methods])
 
 
 def _gains(runs: Runs, among: Sequence[Row]) -> Section:
@@ -237,8 +263,8 @@ def _gains(runs: Runs, among: Sequence[Row]) -> Section:
 
 
 _CAPTION = (
-    "Time to the target of the best 16-bit baseline / time of the method: ▲ above 1 it saves time, "
-    "▼ below 1 it costs time. never: the target is not reached with every seed. Only differences "
+    "Time to the target of the best 16-bit baseline / time of the method: ▲ above 1 it is faster, "
+    "▼ below 1 slower. never: the target is not reached with every seed. Only differences "
     "that are more than noise have a colour; a loss is as strong as a gain of the same factor."
 )
 
@@ -250,21 +276,21 @@ def _answer(name: str, gains: Mapping[str, Gain]) -> str:
     parts = []
     for standing, word in _CLAUSES.items():
         mine = [n for n, one in gains.items() if one.standing is standing and n not in baselines]
-        if standing in (Standing.GAIN, Standing.LOSS):
-            mine = [f"{n} ({gains[n].text})" for n in mine]
-        if mine:
+        if mine and word:
             parts.append(f"{word}: {', '.join(mine)}")
+        else:
+            parts += [f"{n} is {gains[n].text}" for n in mine]
     against = f"against {bar}" if bar else "no 16-bit baseline reached the target"
     what = "; ".join(parts) or f"no method but {plural(len(gains), 'baseline')}"
     return f"{name}, {against}: {what}."
 
 
 _CLAUSES = {
-    Standing.LOSS: "cost time",
+    Standing.LOSS: "",  # said of each
     Standing.NEVER: "do not reach the target",
     Standing.NOISE: "within noise",
     Standing.UNJUDGED: "not judged, for want of seeds",
-    Standing.GAIN: "save time",
+    Standing.GAIN: "",
     Standing.ONLY: "reach the target, unlike 16 bit",
     Standing.UNKNOWN: "not known",
 }

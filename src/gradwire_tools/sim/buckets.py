@@ -105,8 +105,8 @@ def _scope(
     heavy = DdpScope(ready, planned, ()).computing
     if sum(p.numel for p in heavy) > _MOST:
         raise ConfigError(
-            f"{heavy[0].how}: a scope of more than {_MOST} values is not simulated, since it would "
-            "need its memory: give a smaller model"
+            f"{heavy[0].inner}: a scope of more than {_MOST} values is not simulated, since it "
+            "would need its memory: give a smaller model"
         )
     members = [
         Attached(

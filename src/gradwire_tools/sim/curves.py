@@ -41,9 +41,9 @@ class Curves:
     Attributes:
         machine: a description.
         threads: threads per kernel.
-        codecs: str(codec) -> form -> its curve.
+        codecs: repr(codec) -> form -> its curve.
         engine, link: costs of messages.
-        aggregators: str(aggregator) -> its curves.
+        aggregators: aggregator.recorded() -> its curves.
     """
 
     machine: str
@@ -61,7 +61,7 @@ class Curves:
         """
         codec = Identity() if isinstance(codec, Exact) else codec
         try:
-            call, value, payload = self.codecs[str(codec)][form]
+            call, value, payload = self.codecs[repr(codec)][form]
         except KeyError:
             raise ConfigError(
                 f"no curve for {form} of {codec}; known codecs: {', '.join(self.codecs)}; measure "
@@ -75,13 +75,13 @@ class Curves:
         Raises:
             ConfigError: it was not measured.
         """
-        if str(aggregator) not in self.aggregators:
+        if aggregator.recorded() not in self.aggregators:
             known = ", ".join(self.aggregators) or "none"
             raise ConfigError(
                 f"no curves for {aggregator}; known aggregators: {known}; measure again without "
                 "--curves, or add the curves to the file"
             )
-        return self.aggregators[str(aggregator)]
+        return self.aggregators[aggregator.recorded()]
 
     def save(self, file: Path) -> None:
         """Write the file."""

@@ -60,10 +60,10 @@ class Ensemble:
                 "the ranks of this algorithm are not symmetric, so one node cannot represent all"
             )
         if exact is None and symmetric:
-            each = sum(self._graph(part, 0, True).graph.kind.count(Kind.SEND) for part in parts)
+            each = sum(self.graph(part, 0, True).graph.kind.count(Kind.SEND) for part in parts)
             symmetric = each * self.ranks > EXACT_MESSAGES
         count = self.per_node if symmetric else self.ranks
-        graphs = [[self._graph(part, rank, symmetric) for part in parts] for rank in range(count)]
+        graphs = [[self.graph(part, rank, symmetric) for part in parts] for rank in range(count)]
         return (self.ranks // self.per_node if symmetric else 1), graphs
 
     def latencies(self, part: Part) -> int:
@@ -106,7 +106,8 @@ class Ensemble:
             )
         return self._known_contents[key]
 
-    def _graph(self, part: Part, rank: int, symmetric: bool) -> TimedGraph:
+    def graph(self, part: Part, rank: int, symmetric: bool = False) -> TimedGraph:
+        """Of one collective on one rank; `symmetric`: which represents others."""
         key = rank, _key(part, symmetric)
         if key not in self._known_graphs:
             (algorithm, rotation), contents = self._kind(part), self._contents(part, symmetric)

@@ -161,7 +161,7 @@ class Scenario(SimulatedStep):
             kept = torch.empty(
                 shape if numel >= self.least else numel, dtype=torch.float32, device="meta"
             )
-            named.append((f"parameter {number}", kept))
+            named.append((str(number), kept))
         rules = Rules(registry.get(self.codec), feedback=self.feedback)
         return make_plan(named, rules, self.ranks, self.options, self.coalesce_bytes)
 

@@ -3,8 +3,8 @@
 A parameter is cut by rows: rank r has rows r * m to (r + 1) * m, of which m = ceil(rows / N), and
 the last ranks have fewer. gradwire's gathers move payloads of bytes, encoded before and decoded
 after (gradwire.handles.weights); its reduce-scatters have a codec per parameter
-(gradwire.handles.scatter). Torch's collectives move all values, padding included, at one
-width.
+(gradwire.handles.scatter), and so have all-reduces of shards between replicas (HSDP). Torch's
+collectives move all values, padding included, at one width.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from gradwire_tools.sim.rank import TimedGraph
 
 GATHER = Operation("all_gather")
 SCATTER = Operation("reduce_scatter", "sum")
+HOP = Operation("all_reduce", "sum")  # between replicas
 
 _BYTES = Exact("")
 
@@ -110,10 +112,18 @@ def scattered(group: Shapes, gradients: Gradients, feedback: bool, ranks: int) -
         coded = len(shape) > 1
         codec = gradients if coded else Identity()
         shards = lengths(shape, ranks)
-        name = f"parameter {number}"
         feeds = feedback and coded
-        specs.append(Spec(name, sum(shards), torch.float32, codec, feeds, lengths=shards))
+        specs.append(Spec(str(number), sum(shards), torch.float32, codec, feeds, lengths=shards))
     return tuple(specs)
+
+
+def hopped(group: Shapes, gradients: Gradients, feedback: bool, shards: int, shard: int) -> Specs:
+    """The all-reduce between replicas of a shard of a group's fp32 gradients."""
+    if isinstance(gradients, Torch):
+        whole = _whole(group, gradients, shards, Exact("sum"))
+        return (replace(whole, numel=whole.lengths[0], lengths=()),)
+    specs = scattered(group, gradients, feedback, shards)
+    return tuple(replace(spec, numel=spec.lengths[shard], lengths=()) for spec in specs)
 
 
 def _whole(group: Shapes, by: Torch, ranks: int, codec: Codec) -> Spec:
@@ -130,17 +140,25 @@ def lengths(shape: Shape, ranks: int) -> tuple[int, ...]:
     return tuple(min(max(rows - rank * most, 0), most) * row for rank in range(ranks))
 
 
-def by_torch(timed: TimedGraph, bucket: Specs) -> TimedGraph:
+def by_torch(timed: TimedGraph, bucket: Specs, ranks: int) -> TimedGraph:
     """The graph of a bucket, in one segment, as torch's collective would run it at best: messages
     have no headers, and kernels take no time."""
-    ((each, *_),) = (spec.lengths for spec in bucket)
+    (spec,) = bucket
+    each = spec.lengths[0] if spec.lengths else -(-spec.numel // ranks)
     sizes = [each if nbytes else 0 for nbytes in timed.nbytes]
     return replace(timed, seconds=[0.0] * len(timed.seconds), nbytes=sizes, largest=each)
 
 
-def codecs_of(groups: Sequence[Shapes], weights: Weights, gradients: Gradients) -> set[Codec]:
+def placed(timed: TimedGraph, ranks: Sequence[int]) -> TimedGraph:
+    """A graph of a part of the ranks, given by their numbers among all."""
+    graph = copy(timed.graph)
+    graph.peer = [peer if peer < 0 else ranks[peer] for peer in graph.peer]
+    return replace(timed, graph=graph)
+
+
+def codecs_of(groups: Sequence[Shapes], weights: Weights, *gradients: Gradients) -> set[Codec]:
     """The codecs whose curves are needed."""
     needed: set[Codec] = {Identity()}
     for group in groups:
         needed |= gathered(group, weights, 1).decoded.keys()
-    return needed | ({gradients} if isinstance(gradients, Codec) else set())
+    return needed | {one for one in gradients if isinstance(one, Codec)}

@@ -10,11 +10,14 @@ they were started, as on FSDP2's streams; lanes run beside each other. `order` i
               reduce-scatter as it ends. The root has kept its weights, and comes last.
 
 A block's reduce-scatter starts once that of the block after has ended. On a CPU (`blocking`) the
-host waits for every gather of forward and every reduce-scatter where it starts it.
+host waits for every gather of forward and every reduce-scatter where it starts it. An all-reduce
+between replicas follows the reduce-scatter of its block, in its lane; unless the host waits for it,
+it is waited for at the end of backward. The micro-batches of a step follow each other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,12 +45,14 @@ class StepCollective:
         group: its group's number; the root is the last.
         lane: "gather" or "reduce".
         before, after: kernel seconds beyond the graph's.
+        hop: whether it is an all-reduce between replicas.
     """
 
     group: int
     lane: str
     before: float = 0.0
     after: float = 0.0
+    hop: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ def order(
     backward_gather: str,
     blocking: bool = False,
     prefetches: bool = True,
+    hops: Sequence[bool] = (False,),
 ) -> tuple[list[StepCollective], list[StepAction]]:
     """The collectives of a step, and what the training thread does.
 
@@ -80,9 +86,25 @@ def order(
         blocking: whether the thread waits for gathers of forward and for reduce-scatters, where
             they start.
         prefetches: whether gathers of backward are started ahead, if `blocking`.
+        hops: of each micro-batch, whether gradients are all-reduced between replicas, too.
     """
     jobs: list[StepCollective] = []
     actions: list[StepAction] = []
+    for hop in hops:
+        _micro_batch(jobs, actions, groups, backward_gather, blocking, prefetches, hop)
+    return jobs, actions
+
+
+def _micro_batch(
+    jobs: list[StepCollective],
+    actions: list[StepAction],
+    groups: Sequence[Times | None],
+    backward_gather: str,
+    blocking: bool,
+    prefetches: bool,
+    hop: bool,
+) -> None:
+    """Append those of one micro-batch; arguments as of `order`."""
     present = [(number, of) for number, of in enumerate(groups) if of is not None]
     last = [one for one in present if one[0] == len(groups) - 1]
     blocks = present[: len(present) - len(last)]
@@ -120,12 +142,20 @@ def order(
     seconds += [of.backward for _, of in last]
     ahead = 1 if prefetches or not blocking else 0
     before: list[StepAction] = []
+    hopped: list[StepAction] = []  # what is waited for at the end
     for _, one in zip(walk(gathers, seconds, ahead), backward, strict=True):
-        reduce = job("reduce", *one)
-        start, wait = StepAction("start", reduce), StepAction("wait", reduce)
-        actions += [start, wait] if blocking else [*before, start]
-        before = [wait]
-    return jobs, actions + before
+        reduces = [job("reduce", *one)]
+        if hop:
+            jobs.append(StepCollective(one[0], "reduce", hop=True))
+            reduces.append(len(jobs) - 1)
+        starts, waits = ([StepAction(do, at) for at in reduces] for do in ("start", "wait"))
+        if blocking:
+            actions += itertools.chain(*zip(starts, waits, strict=True))
+        else:
+            actions += [*before[:1], *starts]
+            hopped += waits[1:]
+        before = waits
+    actions += [*before[:1], *hopped]
 
 
 class TrainingThread:

@@ -60,6 +60,7 @@ AT = (0, 100, 400)
 QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 64, "heads": 4},
     "gpt-32k": {"layers": 1, "width": 64, "heads": 4, "sequences": 1, "vocabulary": 2048},
+    "gpt-124m": {"layers": 1, "width": 64, "heads": 4, "sequences": 1, "vocabulary": 2048},
     "image": {"channels": 8, "hidden": 64, "images": 8},
     "image-resnet50": {"channels": 8, "images": 8},
 }

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.aggregators import Aggregator, Attached, rounds_of
+from gradwire.aggregators import Aggregator, Attached, registry, rounds_of
 from gradwire.codecs import Identity, name_of
 from gradwire.collectives import AllReduce, Options
 from gradwire.engine import HEADER_BYTES, Communicator
@@ -66,14 +66,14 @@ def measured(
     Raises:
         WorkerError: a rank that measures the engine failed.
     """
-    wanted = list(dict.fromkeys([*methods, Identity()]))
+    wanted = {registry.get(one).recorded(): one for one in [*methods, Identity()]}
     file = kernel_costs.file(threads)
 
     def costs(of: Sequence[Codec]) -> dict[str, dict[str, Curve]]:
         found = {}
         for index, codec in enumerate(of):
             progress(f"kernels of {name_of(codec)}", index, len(of))
-            found[str(codec)] = kernel_costs.kernel_curves(codec, threads)
+            found[repr(codec)] = kernel_costs.kernel_curves(codec, threads)
         return found
 
     if fresh or not file.exists():
@@ -82,9 +82,9 @@ def measured(
         known = engine(kernels, overheads)
     else:
         known = curves.load(file)
-    missing = [one for one in wanted if str(one) not in {**known.codecs, **known.aggregators}]
+    missing = [o for name, o in wanted.items() if name not in {**known.codecs, **known.aggregators}]
     of_codecs = costs([one for one in missing if isinstance(one, Codec)])
-    of_others = {str(one): computing(one, threads) for one in missing if not isinstance(one, Codec)}
+    of_others = {o.recorded(): computing(o, threads) for o in missing if isinstance(o, Aggregator)}
     known = replace(
         known,
         codecs={**known.codecs, **of_codecs},

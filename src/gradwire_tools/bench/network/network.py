@@ -9,8 +9,9 @@ Methods take turns; a turn begins with a step that is not timed. Seconds are tho
 rank, and medians over turns.
 
 A row per method: part ("step METHOD"), available, detail, method, ranks, net, numel, machines
-(how many the ranks are on), transport (of gradwire's messages), load and cores (of the busiest
-machine: processes that ran or waited for a core in the minute before, on average), and
+(how many the ranks are on), transport (of gradwire's messages), and of the busiest machine cores,
+others (the share of them that other processes took while the ranks rested, before or after the
+turns) and load (processes that ran or waited for a core in the minute before, on average), and
 
     step_seconds            forward, backward and averaging
     compute_seconds         forward and backward without averaging
@@ -50,7 +51,7 @@ from gradwire.groups import communicator, release
 from gradwire_tools.bench import memory, workers
 from gradwire_tools.bench.interleaved import slowest
 from gradwire_tools.bench.network import network_verdict
-from gradwire_tools.bench.network.surroundings import machines, slowest_link
+from gradwire_tools.bench.network.surroundings import machines, others, slowest_link
 from gradwire_tools.bench.network.world import World, started_by_torchrun
 from gradwire_tools.bench.progress import progress
 from gradwire_tools.bench.provenance import stamped
@@ -65,7 +66,8 @@ _STEP = (
     "step_seconds:amount compute_seconds:amount communication_seconds:amount "
     "exposed_seconds:amount turn_seconds:amounts"
 )
-_STEP_MORE = "machines:positive transport:text load:amount cores:positive"
+_STEP_MORE = "machines:positive transport:text load:amount others:amount cores:positive"
+_WHERE = ("machines", "transport", "load", "others", "cores")
 _FACT = "available:flag detail:text"
 _LINK = (
     "ranks:positive net:text card:text? card_bits_per_s:amount? bandwidth:amount alpha:amount "
@@ -191,7 +193,7 @@ def run(wanted: MeasuredStep) -> Iterator[Row]:
     told = f"{seconds(took)} per step to encode and decode {numel:,} values at 4 bits"
     yield _fact("kernels", told, codec=network_verdict.OURS, numel=numel, kernel_seconds=took)
     yield from rows
-    pays, text = network_verdict.verdict(rows, wanted.surer)
+    pays, text = network_verdict.verdict(rows, wanted.surer, links["bandwidth"])
     yield {"part": "verdict", "available": pays, "detail": text}
 
 
@@ -216,7 +218,7 @@ def _row(measured: Row, where: Row) -> Row:
         statistics.median(measured[key]) for key in ("steps", "computing", "communicating")
     )
     method = measured["method"]
-    where = where | {key: measured[key] for key in ("machines", "transport", "load", "cores")}
+    where = where | {key: measured[key] for key in _WHERE}
     exposed = max(0.0, step - compute)
     return {
         "part": f"step {method}",
@@ -341,11 +343,10 @@ def measure(step: MeasuredStep) -> list[Row]:
 
     Methods take turns, in an order that rotates.
     """
-    load = os.getloadavg()[0]  # of the minute before
+    load, taken = os.getloadavg()[0], others()  # the load is of the minute before
     progress("links", 0, 1)
     comm = communicator()
-    where, card = machines(comm, load)
-    links = slowest_link(comm) | card
+    links = slowest_link(comm)
     torch.manual_seed(dist.get_rank())
     of = [[make(shape) for shape in step.shapes] for make in (torch.zeros, torch.randn)]
     pause = step.compute_seconds
@@ -368,12 +369,13 @@ def measure(step: MeasuredStep) -> list[Row]:
         first = turn % len(entrants)
         for entrant in entrants[first:] + entrants[:first]:
             entrant.turn()
+    where, card = machines(comm, load, max(taken, others()))
     where["kernels"] = _kernel_seconds(before, handle.stats())
     for entrant in entrants:
         entrant.applied.remove()
     assert dist.group.WORLD is not None
     release(dist.group.WORLD)  # before rank 0, which has the store, may end
-    return [links, *({"method": one.name, **one.times, **where} for one in entrants)]
+    return [links | card, *({"method": one.name, **one.times, **where} for one in entrants)]
 
 
 def _kernel_seconds(before: Row, after: Row) -> float:

@@ -1,25 +1,30 @@
 """What the measured steps of `gradwire doctor --ranks N` mean, in plain sentences.
 
 The choice is that of "auto": `worth` of the median steps, from the most exact method to the least.
-It is sure if three turns of four by themselves choose the same, and the machines were idle. Where
-it is not, the line to write is "auto", which tries.
+It is sure if three turns of four by themselves choose the same, and if what other processes took of
+the machines could not turn it: on idle ones each method's step is shorter by `_slowed` at most.
+Where it is not, the line to write is "auto", which tries.
 
-The lines, in this order: the verdict; what was measured, where it was no network; what would make
-the answer surer; what to write.
+The lines, in this order: the verdict; what was measured, where it was no network between idle
+machines; what would make the answer surer; what may be faster still; what to write.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from gradwire.decide.auto import worth
-from gradwire_tools.bench.quantities import digits, faster, percent_of, seconds, than
+from gradwire_tools.bench.quantities import digits, faster, percent_of, plural, seconds, than
 from gradwire_tools.bench.rows import Row
 
 METHODS = FULL, HALF, OWN, OURS = "torch-fp32", "torch-fp16-hook", "bf16", "qsgd:bits=4"
 
 _MOSTLY = 0.75  # of the turns
 _HARDLY = 0.1  # of a step: communication that nobody notices
+_QUIET, _ALL = 0.1, 0.95  # of the cores: what others take of a machine at rest, and of a full one
+_SLOW = 5e8  # bits per second, up to which docs/how-to/choosing.md advises powersgd
 _SAID = {
     FULL: "in fp32",
     HALF: "with torch's fp16 hook",
@@ -40,34 +45,45 @@ _LINES = {
     OURS: 'Write: gw.attach(model, "qsgd:bits=4")',
 }
 _TRY = 'To let training try it, write: gw.attach(model, "auto")'
+_LOWER = (
+    "Below 500 Mbit/s powersgd:rank=8 may be faster still (docs/how-to/choosing.md), which depends "
+    "on your model's shapes; to see it: gradwire plan --model MODEL --net RATE,LATENCY"
+)
 
 
-def verdict(rows: Sequence[Row], surer: Sequence[str] = ()) -> tuple[bool, str]:
+def verdict(
+    rows: Sequence[Row], surer: Sequence[str] = (), bandwidth: float = math.inf
+) -> tuple[bool, str]:
     """Whether 4 bits surely pay, and the lines, from the rows of methods.
 
     Args:
         surer: what would make the answer surer, beside an idle machine and a network.
+        bandwidth: of the slowest link, in bits per second.
     """
     by = {row["method"]: row for row in rows}
-    chosen = worth([by[method]["step_seconds"] for method in METHODS])
+    medians = [by[method]["step_seconds"] for method in METHODS]
+    chosen, first = worth(medians), rows[0]
     turns = list(zip(*(by[method]["turn_seconds"] for method in METHODS), strict=True))
     agreed = sum(worth(turn) == chosen for turn in turns)
-    first, method = rows[0], METHODS[chosen]
-    busy = first["load"] > first["cores"]
-    sure = agreed >= _MOSTLY * len(turns) and not busy
-    found = _FOUND[method]
-    if busy:
-        found = (
-            f"{'The' if first['machines'] == 1 else 'A'} machine is busy, with a load average of "
-            f"{first['load']:.1f} on {first['cores']} cores, so nothing is sure: by the medians"
-        )
+    method, slowed = METHODS[chosen], _slowed(first)
+    idle = itertools.product(*((took, took / slowed) for took in medians))
+    turned = any(worth(steps) != chosen for steps in idle)
+    sure = agreed >= _MOSTLY * len(turns) and not turned
+    found, where = _FOUND[method], "The" if first["machines"] == 1 else "A"
+    cores = plural(first["cores"], "core")
+    taken = f"other processes take {percent_of(first['others'])} of its {cores}"
+    if turned:
+        found = f"{where} machine is busy: {taken}, which may turn the answer: by the medians"
     elif not sure:
         found = f"Not clear: {agreed} of {len(turns)} turns choose as the medians do, by which"
     joint = ":" if sure else ""
     lines = [f"{found}{joint} a step {_SAID[method]} is {_gains(by, method)}."]
     lines += _circumstances(first)
-    surer = [*(["let the machines idle"] if busy else []), *surer]
+    if slowed > 1 and not turned:
+        lines += [f"{where} machine is busy: {taken}, too little to turn the answer."]
+    surer = [*(["let the machines idle"] if turned else []), *surer]
     lines += [f"To be surer: {'; '.join(surer)}."] if surer else []
+    lines += [_LOWER] if bandwidth < _SLOW and method == OURS else []
     return sure and method == OURS, "\n".join([*lines, _LINES[method] if sure else _TRY])
 
 
@@ -81,6 +97,14 @@ def computing(rows: Sequence[Row]) -> str:
     )
 
 
+def _slowed(row: Row) -> float:
+    """How many times as long computing may take beside other processes. Where these take all cores,
+    more may wait for one: as many as the load average says."""
+    taken = row["others"]
+    full = row["load"] / row["cores"] if taken > _ALL else 0.0
+    return float(1 + max(taken, full)) if taken > _QUIET else 1.0
+
+
 def _gains(by: dict[str, Row], method: str) -> str:
     """How much faster a method's median step is than others'; and why, where little is gained."""
     took = {name: row["step_seconds"] for name, row in by.items()}
@@ -89,9 +113,9 @@ def _gains(by: dict[str, Row], method: str) -> str:
     gains = [than(faster(took[method], took[one], 2), _SAID[one]) for one in others]
     said = ", ".join(gains)
     if method == OURS:
-        own = took[HALF] / took[OWN]
-        given = f"gives {digits(own, 2)}" if float(digits(own, 2)) > 1 else "gives nothing"
-        said += f"; of this gradwire's transport alone, in bf16, {given}"
+        own, whole = (digits(took[HALF] / took[one], 2) for one in (OWN, OURS))
+        if float(own) > 1:
+            said += f"; {own} of the {whole} times come from gradwire's transport, without 4 bits"
     elif by[FULL]["exposed_seconds"] < _HARDLY * took[FULL]:
         said += "; computing hides the communication"
     elif by[OURS]["communication_seconds"] >= by[method]["communication_seconds"]:

@@ -134,10 +134,10 @@ def run(wanted: ProbePlan) -> Iterator[Row]:
         yield {**row, **where, "measured": found["measured"]}
     costs = curves.measured(wanted.codecs, fresh=wanted.fresh)
     for codec in wanted.codecs:
-        for form, (call, value, payload) in costs.codecs[str(codec)].items():
+        for form, (call, value, payload) in costs.codecs[repr(codec)].items():
             yield {
                 "part": "curve",
-                "codec": str(codec),
+                "codec": repr(codec),
                 "form": form,
                 "call": call,
                 "value": value,

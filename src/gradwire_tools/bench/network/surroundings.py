@@ -1,5 +1,5 @@
-"""Where the ranks of `gradwire doctor` are: their machines and load, the slowest link between them,
-and the network card that carries it, as the kernel tells it."""
+"""Where the ranks of `gradwire doctor` are: their machines and what else runs there, the slowest
+link between them, and the network card that carries it, as the kernel tells it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from gradwire.transport.shm_handshake import machine_name
 from gradwire_tools.bench.rows import Row
 
 _SECONDS = 1.0  # that measuring links should take
+_REST = 0.5  # seconds; the kernel counts in hundredths
+_STAT = Path("/proc/stat")
 _DEVICES = Path("/sys/class/net")
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # a datagram socket that is connected sends nothing
@@ -34,21 +37,44 @@ def slowest_link(comm: Communicator) -> Row:
     return {"bandwidth": 8 / max(beta, 1e-12), "alpha": latency, "slowest": [*pair]}
 
 
-def machines(comm: Communicator, load: float) -> tuple[Row, Row]:
-    """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's load
-    and cores; and the card between the machine of rank 0 and another one, with its speed."""
+def others() -> float:
+    """The share of this machine's cores that other processes take while all ranks rest.
+
+    Processes of low priority (nice) do not count: they yield.
+    """
+    dist.barrier()
+    before = _ticks()
+    time.sleep(_REST)
+    taken, whole = (after - then for after, then in zip(_ticks(), before, strict=True))
+    return taken / whole if whole else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores since the machine started: what processes of normal priority took, and all."""
+    user, nice, system, idle, wait, irq, softirq, steal, *_ = map(
+        int, _STAT.read_text().split(maxsplit=9)[1:9]
+    )
+    taken = user + system + irq + softirq + steal
+    return taken, taken + nice + idle + wait
+
+
+def machines(comm: Communicator, load: float, taken: float) -> tuple[Row, Row]:
+    """The ranks' machines: how many, what carries gradwire's messages, and the busiest one's cores,
+    what others take of them, and load; and the card between the machine of rank 0 and another one,
+    with its speed."""
     transport = comm.transport
     own = machine_name(), getattr(transport, "name", type(transport).__name__)
     card = card_to(os.environ.get("MASTER_ADDR", ""))  # the machine of rank 0
     speed = None if card is None else speed_of(card)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (*own, load, os.cpu_count() or 1, card, speed))
-    hosts, transports, loads, cores, *_ = zip(*found, strict=True)
-    busiest = max(range(len(found)), key=lambda rank: float(loads[rank] / cores[rank]))
+    dist.all_gather_object(found, (*own, load, taken, os.cpu_count() or 1, card, speed))
+    hosts, transports, loads, shares, cores, *_ = zip(*found, strict=True)
+    busiest = max(range(len(found)), key=shares.__getitem__)
     names = {name for one in transports for name in one.split("+")}
     where = {
         "machines": len(set(hosts)), "transport": "+".join(sorted(names)),
-        "load": round(loads[busiest], 2), "cores": cores[busiest],
+        "load": round(loads[busiest], 2), "others": round(shares[busiest], 3),
+        "cores": cores[busiest],
     }  # fmt: skip
     inside = "shared memory" if "shm" in names else "loopback", None
     *_, card, speed = next((one for one in found if one[0] != hosts[0]), inside)

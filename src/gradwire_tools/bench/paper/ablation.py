@@ -100,7 +100,7 @@ def run(
     methods = {part: _method(*of) for part, of in parts.items()}
 
     def simulated() -> Iterator[tuple[None, float]]:
-        eager = {str(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
+        eager = {repr(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
         slow = replace(where, curves=replace(where.curves, codecs={**known.codecs, **eager}))
         for setting, target in parts.values():
             found = simulate(slow if target == "eager" else where, setting)
@@ -111,7 +111,7 @@ def run(
         names = tuple(dict.fromkeys(methods.values()))
         world, budget = World(ranks, network), _TIMEOUT_S / 3
         step = MeasuredStep(world, shapes, compute, names, turns, budget, _TIMEOUT_S)
-        times = {row["method"]: _medians(row) for row in step.measured()}
+        times = {row["method"]: _medians(row) for row in step.measured()[1:]}  # behind the links
         yield from (times[name] for name in methods.values())
 
     def rows(place: str) -> Iterator[Row]:
@@ -119,12 +119,17 @@ def run(
         before: float | None = None
         times = simulated() if place == "simulator" else in_the_lab()
         for (part, method), (step, seconds) in zip(methods.items(), times, strict=True):
-            cut = None if before is None else 1 - seconds / before
+            cut = 1 - seconds / before if before else None  # none, or nothing to cut
             about = {"where": place, "part": part, "method": method, **context}
             yield {**about, "step_seconds": step, "synchronisation_seconds": seconds, "cut": cut}
             before = seconds
 
     yield from cells("{0}", rows, ["simulator", "lab"] if lab else ["simulator"])
+
+
+def part_gain(row: Row) -> float | None:
+    """How many times faster averaging is with a row's part than before; None: not known."""
+    return None if row["cut"] in (None, 1) else 1 / (1 - float(row["cut"]))
 
 
 def _parts(best: Setting) -> dict[str, tuple[Setting, str]]:

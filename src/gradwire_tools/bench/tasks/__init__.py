@@ -9,7 +9,7 @@ import dataclasses
 import functools
 
 from gradwire.errors import ConfigError, use_one_of
-from gradwire_tools.bench.tasks.gpt import Gpt, WordGpt
+from gradwire_tools.bench.tasks.gpt import Gpt, Gpt124M, WordGpt
 from gradwire_tools.bench.tasks.image import Image, ResNet50
 from gradwire_tools.bench.tasks.task import Batch, Score, Task
 
@@ -18,6 +18,7 @@ __all__ = ["REGISTRY", "Batch", "Score", "Task", "get", "shapes"]
 REGISTRY: dict[str, type[Gpt] | type[Image]] = {
     "gpt": Gpt,
     "gpt-32k": WordGpt,
+    "gpt-124m": Gpt124M,
     "image": Image,
     "image-resnet50": ResNet50,
 }

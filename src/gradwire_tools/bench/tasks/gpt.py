@@ -1,4 +1,5 @@
-"""`gpt`: a byte-level GPT on the Python standard library's own source; `gpt-32k`: on its tokens.
+"""`gpt`: a byte-level GPT on the Python standard library's own source; `gpt-32k`: on its tokens;
+`gpt-124m`: as large as GPT-2.
 
 Pre-norm blocks, learned positions, attention by torch's fused kernel, AdamW. Nearly all parameters
 are in the blocks' matrices (12 x width^2 per layer), as in real models. `layers` and `width`
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from gradwire_tools.bench.tasks.task import Batch, Score, Task
-from gradwire_tools.bench.tasks.text import SourceText, standard_library, tokens
+from gradwire_tools.bench.tasks.text import SourceText, standard_library, tokens, with_torch
 
 _EVALUATION_BATCH = 32
 _MOMENTUM = 0.9  # AdamW's first beta
@@ -111,6 +112,25 @@ class WordGpt(Gpt):
 
     def _text(self) -> SourceText:
         return tokens(self.vocabulary)
+
+
+@dataclass(frozen=True)
+class Gpt124M(WordGpt):
+    """As `WordGpt`, with the sizes of the least GPT-2 but for the context: 124 million parameters.
+    It is for a GPU."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    context: int = 256
+    sequences: int = 8
+    vocabulary: int = 50257  # type: ignore[misc]
+    peak_learning_rate: float = 6e-4
+    warmup: int = 100
+    horizon: int = 1000
+
+    def _text(self) -> SourceText:
+        return tokens(self.vocabulary, with_torch)
 
 
 class GptModel(nn.Module):

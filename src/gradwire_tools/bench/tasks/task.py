@@ -106,16 +106,23 @@ class Task(ABC):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss to minimise, a scalar, averaged over the batch."""
-        given, expected = batch
+        given, expected = _beside(model, batch)
         return F.cross_entropy(model(given).flatten(0, -2), expected.flatten())
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, part: int, parts: int) -> Score:
         """The score on a share of the validation data."""
         loss = correct = count = 0.0
-        for given, expected in self.validation(part, parts):
+        for batch in self.validation(part, parts):
+            given, expected = _beside(model, batch)
             logits, expected = model(given).flatten(0, -2), expected.flatten()
             loss += F.cross_entropy(logits, expected, reduction="sum").item()
             correct += (logits.argmax(dim=1) == expected).sum().item()
             count += expected.numel()
         return Score(loss, correct, count)
+
+
+def _beside(model: nn.Module, batch: Batch) -> Batch:
+    """The batch on the model's device."""
+    device = next(model.parameters()).device
+    return batch[0].to(device), batch[1].to(device)

@@ -1,7 +1,8 @@
 """Text that is on every machine: the source of the Python standard library, as bytes or as tokens.
 
-It has about 12 MB without its tests. The text depends on the Python version, so rows of two
-machines are comparable only with the same version, which `SourceText.origin` names.
+It has about 12 MB without its tests, and with torch's source 58. The text depends on the versions
+of Python and torch, so rows of two machines are comparable only with the same ones, which
+`SourceText.origin` names.
 
 Tokens are bytes, and the text's most frequent pieces. A *piece* is a word (letters, digits,
 underscores) with at most one space before it, a line's end with the spaces after it, a run of
@@ -18,7 +19,7 @@ import re
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,6 +84,17 @@ def standard_library() -> SourceText:
     return read(Path(sysconfig.get_path("stdlib")))
 
 
+@lru_cache(maxsize=1)
+def with_torch() -> SourceText:
+    """The standard library's source, then torch's, read once per process."""
+    ours, torchs = standard_library(), read(Path(torch.__file__).parent)
+    train = torch.cat([ours.train, torchs.train])
+    validation = torch.cat([ours.validation, torchs.validation])
+    size = (train.numel() + validation.numel()) / 1e6
+    origin = f"source of Python {platform.python_version()} and torch {torch.__version__}"
+    return SourceText(train, validation, f"{origin}, {size:.1f} MB")
+
+
 def _sources(folder: Path) -> Iterator[str]:
     """Paths below `folder`. Folders that are left out are not entered: they can have 10^5 files."""
     for path, folders, files in os.walk(folder):
@@ -123,6 +135,6 @@ def _tokens(pieces: list[bytes], number: dict[bytes, int]) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def tokens(vocabulary: int) -> SourceText:
-    """The standard library's source as tokens, made once per process (some seconds)."""
-    return encode(standard_library(), vocabulary)
+def tokens(vocabulary: int, source: Callable[[], SourceText] = standard_library) -> SourceText:
+    """The text of `source` as tokens, made once per process (some seconds)."""
+    return encode(source(), vocabulary)

@@ -8,10 +8,12 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradwire.errors import ConfigError
+import torch
+
+from gradwire.errors import ConfigError, use_one_of
 from gradwire_tools import lab
 from gradwire_tools.bench import tasks
 from gradwire_tools.bench.train import methods, sharded
@@ -20,6 +22,7 @@ from gradwire_tools.bench.train.sharded import ShardedMethod
 from gradwire_tools.lab import Schedule, links
 
 COMPARED = ("torch-fp32", "torch-fp16-hook", "qsgd:bits=4")  # of short runs
+DEVICES = ("cpu", "cuda")
 TOLERANCE = 0.01  # relative, on the baseline's last loss
 
 
@@ -29,7 +32,9 @@ class TrainConfig:
 
     task: str = "gpt"  # a name of `tasks.REGISTRY`
     task_options: Mapping[str, Any] = field(default_factory=dict)  # its fields
-    nodes: int = 4  # emulated machines, one rank on each
+    nodes: int = 4  # emulated machines
+    # Ranks on each; if several, with `sharded`: they shard the model, which machines replicate.
+    per_node: int = 1
     net: str = "1gbit,1ms"  # "RATE,LATENCY" for the lab, or "none" for loopback
     methods: tuple[str, ...] = tuple(methods.NAMED)  # names that `method` takes
     seeds: tuple[int, ...] = (0,)  # of initialisation and batches; each method runs with each
@@ -54,12 +59,16 @@ class TrainConfig:
     validate: bool = False  # with `nets`, also train as a whole on each, and compare
     sharded: bool = False  # train under FSDP2, not DDP
     accumulate: int = 1  # with `sharded`, micro-batches per step
+    # On "cuda" ranks share this machine's GPUs, over gloo: rows have losses and bytes, not times.
+    device: str = "cpu"
     # Folder for the last states of the first seed's runs, those of methods that did not always send
     # the same; and such a folder, whose states are the first ones of this run.
     ends_to: str | None = None
     starts_from: str | None = None
     state: str | None = None  # folder from which a killed run continues; None saves nothing
     save_seconds: float = 60.0  # between two saved states, at least
+    # If set, the ranks save at the first evaluation after this time, and the run ends (`Paused`).
+    pause_seconds: float | None = None
     timeout_seconds: float = 7 * 24 * 3600.0  # for the whole run
 
     def check(self) -> tasks.Task:
@@ -73,7 +82,7 @@ class TrainConfig:
         for fault in itertools.chain(self._faults(task, found), self._faults_of_target()):
             raise ConfigError(fault)
         for method in found:
-            method.check(self.nodes, tasks.shapes(task))
+            method.check(self.ranks, tasks.shapes(task))
         return task
 
     def _faults(self, task: tasks.Task, found: Sequence[Method | ShardedMethod]) -> Iterator[str]:
@@ -86,11 +95,14 @@ class TrainConfig:
             twice = [str(value) for value, count in Counter(values).items() if count > 1]
             if twice:
                 yield f"{name} contain duplicates: {', '.join(twice)}"
-        least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "patience": 1, "accumulate": 1}
+        least = {"nodes": 1, "per_node": 1, "steps": 0, "evaluate_every": 1, "patience": 1}
+        least["accumulate"] = 1
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 yield f"{name} is {value}, must be at least {bound}"
+        if self.per_node > 1 and not self.sharded:
+            yield f"per_node is {self.per_node}: ranks that share a machine need --sharded"
         if self.nodes > links.MAX_NODES:
             yield f"--nodes {self.nodes}: the lab has {links.MAX_NODES} at most"
         if min(self.seeds) < 0:
@@ -107,6 +119,12 @@ class TrainConfig:
                 )
         if self.validate and not self.nets:
             yield "validate compares composed with whole runs: give nets to compose"
+        if self.device not in DEVICES:
+            yield f"unknown device {self.device!r}: {use_one_of(self.device, DEVICES)}"
+        elif self.device == "cuda" and self.nets:
+            yield "device 'cuda': ranks share it, so no step can be timed: leave --compose out"
+        elif self.device == "cuda" and not torch.cuda.is_available():
+            yield "device 'cuda': torch finds no GPU on this machine"
         if self.accumulate > 1 and not self.sharded:
             yield f"accumulate is {self.accumulate}: micro-batches need --sharded"
         if self.sharded and getattr(task, "channels_last", False):
@@ -153,7 +171,14 @@ class TrainConfig:
                 f"method {name!r} averages DDP's gradients: leave --sharded out, or use "
                 + ", ".join(sharded.KNOWN)
             )
-        return sharded.parse(name) if self.sharded else methods.parse(name)
+        if not self.sharded:
+            return methods.parse(name)
+        return replace(sharded.parse(name), shards=self.per_node if self.per_node > 1 else None)
+
+    @property
+    def ranks(self) -> int:
+        """On all nodes together."""
+        return self.nodes * self.per_node
 
     def groups(self) -> list[tuple[int, tuple[str, ...]]]:
         """What trains together: (seed, methods), in order."""
@@ -169,13 +194,17 @@ class TrainConfig:
             "task": self.task,
             "task_options": dict(self.task_options),
             "net": schedule.name,
-            "ranks": self.nodes,
+            "ranks": self.ranks,
             "composed": False,
         }
         if schedule.changes:
             keys["schedule"] = schedule.spelled()
         if self.sharded:
             keys |= {"sharded": True, "policy": sharded.POLICY, "accumulate": self.accumulate}
+        if self.device != "cpu":
+            keys["device"] = self.device
+        if self.per_node > 1:
+            keys |= {"replicas": self.nodes, "per_node": self.per_node}
         return keys
 
 
@@ -240,6 +269,7 @@ def plan(
 _QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 2, "width": 128, "heads": 4, "validation_sequences": 64},
     "gpt-32k": {"layers": 2, "width": 128, "heads": 4, "sequences": 1, "vocabulary": 2048},
+    "gpt-124m": {"layers": 2, "width": 128, "heads": 4, "sequences": 1, "vocabulary": 2048},
     "image": {"network": "cnn", "channels": 8, "hidden": 128, "test_images": 500},
     "image-resnet50": {"channels": 8, "images": 8, "test_images": 500},
 }

@@ -2,7 +2,8 @@
 
 The worker has one run per method and interleaves them, so that a temporary slowdown of the machine
 affects all of them. Under FSDP2 a step may have several micro-batches: weights are gathered in
-each, gradients are reduced after the last.
+each, gradients are reduced after the last; with replicas (HSDP), gradients are reduced among the
+shards in each, and between replicas after the last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from gradwire_tools.bench.tasks import Score, Task
 from gradwire_tools.bench.train import sharded
 from gradwire_tools.bench.train.applied import Applied
 from gradwire_tools.bench.train.methods import Method
-from gradwire_tools.bench.train.sharded import ShardedMethod, TorchGather, TorchScatter
+from gradwire_tools.bench.train.sharded import (
+    ShardedMethod,
+    TorchGather,
+    TorchHop,
+    TorchScatter,
+)
 
 LEARN_AT = (50, 200)  # steps after which levels are learned, of methods that learn them
 
@@ -65,16 +71,21 @@ class MethodRun:
 
     @classmethod
     def start(
-        cls, method: Method | ShardedMethod, task: Task, seed: int, accumulate: int = 1
+        cls,
+        method: Method | ShardedMethod,
+        task: Task,
+        seed: int,
+        accumulate: int = 1,
+        device: str = "cpu",
     ) -> MethodRun:
         """A new run of `method`; the initial weights are equal for every method and rank.
 
         Raises:
             ConfigError: the method's codec or options are unknown, or gradwire cannot attach it.
         """
-        model: Any = method.distribute(task.model(seed))
+        model: Any = method.distribute(task.model(seed).to(device))
         optimizer = task.optimizer(model, 0.0 if method.replaces_momentum else None)
-        replica = task.model(seed) if isinstance(method, ShardedMethod) else None
+        replica = task.model(seed).to(device) if isinstance(method, ShardedMethod) else None
         applied = method.apply(model, optimizer)
         return cls(method, seed, task, model, optimizer, applied, replica, accumulate)
 
@@ -108,8 +119,11 @@ class MethodRun:
     def backward(self) -> None:
         """The gradients of one step, averaged."""
         for part in range(self.accumulate):
-            if self.replica is not None:
-                self.model.set_requires_gradient_sync(part == self.accumulate - 1)
+            last = part == self.accumulate - 1
+            if isinstance(self.method, ShardedMethod) and self.method.shards is not None:
+                self.model.set_requires_all_reduce(last)
+            elif self.replica is not None:
+                self.model.set_requires_gradient_sync(last)
             number = self.step * self.accumulate + part
             batch = self.task.batch(self.seed, dist.get_rank(), number, dist.get_world_size())
             (self.task.loss(self.model, batch) / self.accumulate).backward()
@@ -119,7 +133,8 @@ class MethodRun:
         diverge."""
         if self.replica is not None:
             self.applied.remove()
-            sharded.communicate(self.model, TorchGather(sends=False), TorchScatter(sends=False))
+            nothing = TorchGather(sends=False), TorchScatter(sends=False), TorchHop(sends=False)
+            sharded.communicate(self.model, *nothing)
         with nullcontext() if self.replica is not None else self.model.no_sync():
             start = time.perf_counter()
             self.one_step()

@@ -23,7 +23,8 @@ _TRAIN_MORE = (
     "parameters:count? metric_name:text? link_bytes:amount? peak_extra_bytes:amount? "
     "rolling_loss:number? rolling_metric:number? timing_only:flag composed:flag "
     "task_options:options sharded:flag policy:text accumulate:positive "
-    "weights_wire_bytes:amount? gradients_wire_bytes:amount?"
+    "weights_wire_bytes:amount? gradients_wire_bytes:amount? device:text replicas:positive "
+    "per_node:positive replicas_wire_bytes:amount?"
 )
 KINDS = (
     row_kind(
@@ -39,6 +40,7 @@ KINDS = (
         f"{_TRAIN} steps:count final_loss:number? target:number? time_to_target:amount? "
         "step_seconds:amount? ideal_step_seconds:amount? wire_bytes:amount?",
         f"{_TRAIN_MORE} seeds:integers? target_from:text? time_to_target_by_seed:times? "
+        "times_to_by_seed:targets? "
         "final_metric:number? final_loss_by_seed:numbers? seconds:amount? "
         "step_seconds_quartiles:spread? step_seconds_mean:amount? timed_steps:amount? "
         "timed_bytes:amount? "
@@ -71,15 +73,31 @@ KINDS = (
 # Keys that all rows of a run have alike.
 _COMMON = (
     *("task", "task_options", "net", "ranks", "composed", "schedule", "sharded", "policy"),
-    *("accumulate", "parameters"),
+    *("replicas", "per_node", "accumulate", "parameters", "device"),
 )
 # Keys of which a summary has the median over seeds: of last evaluations, and of ends of runs.
 _OF_LAST = ("seconds", "wire_bytes", "link_bytes", "peak_extra_bytes")
-_OF_SHARDED = ("weights_wire_bytes", "gradients_wire_bytes")
+_OF_SHARDED = ("weights_wire_bytes", "gradients_wire_bytes", "replicas_wire_bytes")
 _OF_END = (
     *("step_seconds", "step_seconds_mean", "ideal_step_seconds", "timed_steps", "timed_bytes"),
     *("kernel_seconds", "exposed_seconds"),
 )
+# What a summary has not, of ranks that share a GPU.
+_OF_TIME = (
+    *("target", "target_from", "time_to_target", "time_to_target_by_seed", "times_to_by_seed"),
+    *(
+        "utility",
+        "utility_against",
+        "evaluation_gap_seconds",
+        "seconds",
+        "step_seconds_quartiles",
+        *_OF_END,
+    ),
+)
+
+# By name, targets to which every summary has its times: the baseline's loss at a share of its run,
+# and the tolerance on it. A sparse method may reach the first and never the last.
+TARGETS = {"0.6": (0.6, 0.0), "0.8": (0.8, 0.0), "last": (1.0, TOLERANCE)}
 
 FULL = "torch-fp32"
 SIXTEEN_BIT = "torch-fp16-hook"
@@ -176,10 +194,9 @@ def summaries(config: TrainConfig, evaluations: list[Row], ends: list[Row]) -> I
         for method in config.methods
     }
     targets, origin = _targets(config, runs)
-    times = {
-        method: [_time_to(target, run) for run, target in zip(mine, targets, strict=True)]
-        for method, mine in runs.items()
-    }
+    times = {method: _times_to(targets, mine) for method, mine in runs.items()}
+    _, reference = _reference(config, runs)
+    further = {name: _losses_at(reference, *at) for name, at in TARGETS.items()}
     full = [run[-1]["metric"] for run in runs.get(baselines.full, [])]
     bars = {name: _median(times[name]) for name in baselines.sixteen_bits if name in times}
     bars = {name: bar for name, bar in bars.items() if bar}
@@ -200,6 +217,7 @@ def summaries(config: TrainConfig, evaluations: list[Row], ends: list[Row]) -> I
             "target_from": origin,
             "time_to_target": time,
             "time_to_target_by_seed": times[method],
+            "times_to_by_seed": {name: _times_to(of, mine) for name, of in further.items()},
             "evaluation_gap_seconds": max(gaps, default=None),
             "final_metric": _mean(metrics),
             "final_loss": _mean(_each(last, "loss")),
@@ -226,6 +244,7 @@ def summaries(config: TrainConfig, evaluations: list[Row], ends: list[Row]) -> I
             **{key: _median(_each(last, key)) for key in _OF_SHARDED if key in last[0]},
             "timing_only": last[0]["timing_only"],
             "metric_name": first["metric_name"],
+            **dict.fromkeys(_OF_TIME if config.device != "cpu" else ()),
         }
 
 
@@ -239,19 +258,36 @@ def _targets(
     """
     if config.target is not None:
         return [config.target] * len(config.seeds), "given"
-    full = Baselines.of(config.sharded).full
-    baseline = full if full in runs else config.methods[0]
+    baseline, reference = _reference(config, runs)
     share, tolerance, origin = 1.0, TOLERANCE, baseline
     if config.target_at is not None:
         share, tolerance = config.target_at, 0.0
         origin = f"{baseline} at {share:g} of its run"
+    losses = _losses_at(reference, share, tolerance)
+    return losses, origin if None not in losses else f"{baseline} (its loss was not finite)"
+
+
+def _reference(
+    config: TrainConfig, runs: dict[str, list[list[Row]]]
+) -> tuple[str, list[list[Row]]]:
+    """The method whose losses are the targets, and its runs."""
+    full = Baselines.of(config.sharded).full
+    name = full if full in runs else config.methods[0]
+    return name, runs[name]
+
+
+def _losses_at(reference: list[list[Row]], share: float, tolerance: float) -> list[float | None]:
+    """Of each seed, the loss at a share of the run, plus the tolerance; None of all, where one was
+    not finite."""
     losses = [
         [row["loss"] for row in run if row["step"] <= share * run[-1]["step"]][-1]
-        for run in runs[baseline]
+        for run in reference
     ]
-    if None in losses:
-        return [None] * len(losses), f"{baseline} (its loss was not finite)"
-    return [loss * (1 + tolerance) for loss in losses], origin
+    return [None if None in losses else loss * (1 + tolerance) for loss in losses]
+
+
+def _times_to(targets: list[float | None], runs: list[list[Row]]) -> list[float | None]:
+    return [_time_to(target, run) for target, run in zip(targets, runs, strict=True)]
 
 
 def _time_to(target: float | None, run: list[Row]) -> float | None:

@@ -47,6 +47,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gradwire.errors import GradwireError
 from gradwire_tools.bench import workers
 from gradwire_tools.bench.provenance import stamped
 from gradwire_tools.bench.rows import Row
@@ -66,6 +67,10 @@ StepTime = Callable[[float], float]  # seconds of a step on one network, by the 
 Timed = list[Row]
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+class Paused(GradwireError):
+    """The run is saved, and ends before its end."""
 
 
 @stamped
@@ -91,6 +96,7 @@ def run(
         ConfigError: the configuration cannot run, or not on this machine; or `resume`, and the run
             in `folder` has another configuration, or is damaged; or `folder` is something else.
         WorkerError: a rank failed or timed out.
+        Paused: `pause_seconds` have passed.
     """
     announce(config.check().describe())
     train = _composed if config.nets else trained
@@ -98,7 +104,7 @@ def run(
         yield from train(config, progress, announce)
         return
     with state.lease(folder):
-        if state.prepare(folder, dataclasses.asdict(config), resume):
+        if state.prepare(folder, dataclasses.asdict(replace(config, pause_seconds=None)), resume):
             announce(f"Continuing the run in {folder}, from where it last saved")
         elif resume:
             announce(f"There is no run to continue in {folder}: it starts from the beginning")
@@ -119,6 +125,8 @@ def trained(
                 announce(event["text"])
             case "step" if progress is not None:
                 progress({"phase": phase, **event})
+            case "paused":
+                raise Paused(f"{event['text']}; the same command with --resume goes on")
             case "finished":
                 ends.append(event)
             case "row":
@@ -135,7 +143,8 @@ def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
     if saved is None or not saved["ended"]:
         where = config.nodes, Schedule.parse(config.net), config.timeout_seconds, announce
         job = partial(worker.train, config)
-        yield from workers.events(job, *where, collective_timeout=_COLLECTIVE_TIMEOUT)
+        how: dict[str, Any] = {"collective_timeout": _COLLECTIVE_TIMEOUT}
+        yield from workers.events(job, *where, config.per_node, **how)
 
 
 def _composed(config: TrainConfig, progress: Advance | None, announce: Announce) -> Iterator[Row]:

@@ -10,7 +10,11 @@
     truncate:w=RATIO:g=RATIO     the first 1/RATIO of fp32 values, by torch; for timing only
 
 What follows `w=...` or `g=...` is an option of that codec (`w=randomshift:bits=5:block=512`), but
-for `keep` and `error_feedback`, which are options of `gradwire.attach`.
+for `keep`, `error_feedback` and `inside=full`, which are options of `gradwire.attach`. With the
+last, gradients go between machines through the codec, and uncompressed within a machine.
+
+With several ranks per machine they shard the model within each, and replicate it between them
+(HSDP). Torch's methods all-reduce the shards of the replicas in the width of gradients.
 
 All methods have one mixed-precision policy, `POLICY`: FSDP2 computes with fp32 weights and reduces
 fp32 gradients. Methods differ in what is sent alone. FSDP2's own policy for bf16 would change what
@@ -18,8 +22,9 @@ is computed, too.
 
 Bytes of torch's collectives are a formula, since torch does not count: an all-gather sends (N-1)
 times the bytes of a rank's part, a reduce-scatter (N-1)/N of the bytes of its input, at the width
-that is sent. gloo's reduce-scatter is an all-reduce inside and sends twice as much: `link_bytes`
-has what really left the node, where a network is emulated.
+that is sent, and an all-reduce between R replicas 2 (R-1)/R. gloo's reduce-scatter is an all-reduce
+inside and sends twice as much: `link_bytes` has what really left the node, where a network is
+emulated.
 
 `fully_shard` wraps every entry of a ModuleList (the blocks of a transformer), every other layer of
 `LARGE` values or more, then the root. FSDP2's defaults hold: the root's weights are gathered once
@@ -32,6 +37,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +49,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import gradwire
 from gradwire.aggregators import Compressed, registry
 from gradwire.errors import ConfigError, use_one_of
-from gradwire.handles.fsdp import Allocates, FSDPAllGather, FSDPReduceScatter
+from gradwire.handles.fsdp import (
+    Allocates,
+    FSDPAllGather,
+    FSDPReduceScatter,
+    parameter_groups,
+    process_groups,
+    replace_replicas,
+)
+from gradwire.handles.scatter import Replicas
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
 from gradwire_tools.bench.train.applied import Applied, compiled, of_handle
 from gradwire_tools.bench.train.methods import Shapes
@@ -67,6 +81,7 @@ class ShardedMethod:
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `gradwire.attach`
     learned: bool = False  # whether levels are learned in training
     ratios: tuple[float, float] | None = None  # of `truncate`: how much less is sent of each
+    shards: int | None = None  # ranks that hold one replica; None: all
 
     watches = False  # the network, while it trains
     replaces_momentum = False
@@ -74,6 +89,14 @@ class ShardedMethod:
     @property
     def timing_only(self) -> bool:
         return self.ratios is not None
+
+    @property
+    def collectives(self) -> gradwire.Options:
+        """How its collectives run."""
+        given = {name: self.options[name] for name in _OF_COLLECTIVES if name in self.options}
+        if "inside" in given:
+            given["algorithm"] = "hierarchical"
+        return gradwire.Options(**given)
 
     def check(self, ranks: int = 1, shapes: Shapes = ()) -> None:
         """Whether it can be attached, told before anything is launched; to any model.
@@ -98,8 +121,10 @@ class ShardedMethod:
             raise ConfigError(f"method {self.name!r}: {error}") from error
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        """The model under FSDP2, over all ranks."""
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        """The model under FSDP2, over all ranks or with replicas of shards."""
+        ranks, device = dist.get_world_size(), next(model.parameters()).device.type
+        shape = (ranks,) if self.shards is None else (ranks // self.shards, self.shards)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
         for module in (*layers(model), model):
             fully_shard(module, mesh=mesh, mp_policy=_POLICY)
         return model
@@ -114,24 +139,30 @@ class ShardedMethod:
         widths = ("fp32", "fp32") if self.ours else (str(self.weights), str(self.gradients))
         ratios = self.ratios or (1.0, 1.0)
         gather, scatter = TorchGather(widths[0], ratios[0]), TorchScatter(widths[1], ratios[1])
+        hop = TorchHop(widths[1], ratios[1])
         by_torch = not self.ours or self.weights is None
-        communicate(model, gather if by_torch else None, None if self.ours else scatter)
+        of_gradients = (None, None) if self.ours else (scatter, hop)
+        communicate(model, gather if by_torch else None, *of_gradients)
         applied, handle = Applied(lambda steps: {}), None
         if self.ours:
             given = {"weights": self.weights, **self.options}
-            given["options"] = gradwire.Options(keep=given.pop("keep", None))
+            given["options"] = self.collectives
+            for name in _OF_COLLECTIVES:
+                given.pop(name, None)
             handle = compiled(gradwire.attach(model, self.gradients, **given))
             applied = of_handle(handle)
 
         def traffic(steps: int) -> dict[str, Any]:
             stats = {} if handle is None else handle.stats()
             weights = gather.wire_bytes + int(stats.get("weights_wire_bytes", 0))
-            gradients = scatter.wire_bytes + int(stats.get("wire_bytes", 0))
+            between = hop.wire_bytes + int(stats.get("replicas_wire_bytes", 0))
+            gradients = scatter.wire_bytes + hop.wire_bytes + int(stats.get("wire_bytes", 0))
             return {
                 "wire_bytes": weights + gradients,
                 "peak_extra_bytes": None,
                 "weights_wire_bytes": weights,
                 "gradients_wire_bytes": gradients,
+                **({} if self.shards is None else {"replicas_wire_bytes": between}),
             }
 
         return replace(applied, traffic=traffic)
@@ -158,7 +189,9 @@ KNOWN = (
 _OPTIONS: dict[str, dict[str, Any]] = {
     "keep": {name: name for name in KEEP},
     "error_feedback": {"true": True, "false": False},
+    "inside": {"full": "full"},
 }
+_OF_COLLECTIVES = ("keep", "inside")  # are fields of gradwire.Options
 _QSDP = {"w": "randomshift", "g": "qsgd"}
 _LEARNED = {"w": "learnedlevels", "g": "learnedlevels:rounding=stochastic"}
 
@@ -255,13 +288,19 @@ def groups(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     return [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
 
 
-def communicate(model: nn.Module, gather: TorchGather | None, scatter: TorchScatter | None) -> None:
-    """Have FSDP2 use these in place of its own collectives."""
+def communicate(
+    model: nn.Module, gather: TorchGather | None, scatter: TorchScatter | None, hop: TorchHop | None
+) -> None:
+    """Have FSDP2 use these in place of its own collectives; the last one where it has replicas."""
     for _, module in groups(model):
         if gather is not None:
             module.set_custom_all_gather(gather)
         if scatter is not None:
             module.set_custom_reduce_scatter(scatter)
+    for _, record in parameter_groups(model):
+        if hop is not None and (between := process_groups(record).replicas) is not None:
+            between = between.group if isinstance(between, Replicas) else between
+            replace_replicas(record, Replicas(between, partial(hop, between)))
 
 
 _WIDTHS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -341,3 +380,21 @@ class TorchScatter(_Torchs, FSDPReduceScatter):
         output_tensor[count:].zero_()
         output_tensor[:count].copy_(own)
         return None
+
+
+class TorchHop(_Torchs):
+    """Torch's all-reduce of gradients between replicas; 16-bit values as in `TorchScatter`."""
+
+    def __call__(self, group: dist.ProcessGroup, values: torch.Tensor, op: Any) -> None:
+        if not self.sends:
+            return
+        ranks = group.size()
+        own = values[: kept(values.numel(), self.ratio)].to(self.width)
+        self.wire_bytes += 2 * (ranks - 1) * own.nbytes // ranks
+        cast = own.dtype != values.dtype
+        if cast:
+            assert op == dist.ReduceOp.AVG
+            own.div_(ranks)
+        dist.all_reduce(own, dist.ReduceOp.SUM if cast else op, group)
+        values[own.numel() :].zero_()
+        values[: own.numel()].copy_(own)

@@ -69,7 +69,7 @@ def load(folder: Path, rank: int, look: bool = False) -> State | None:
         return None
     file = folder / str(turn) / f"rank{rank}.pt"
     try:
-        found: State = torch.load(file, weights_only=True, mmap=look)
+        found: State = torch.load(file, "cpu", weights_only=True, mmap=look)
     except Exception as error:  # of many types: what is truncated may be anything
         raise _damaged(file, type(error).__name__) from error
     if not isinstance(found, dict) or not found.keys() >= _KEYS:

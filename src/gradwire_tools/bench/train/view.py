@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from gradwire_tools.bench.quantities import DASH, digits, seconds, size
+from gradwire_tools.bench.quantities import DASH, digits, percent, seconds, size, times
 from gradwire_tools.bench.rows import Row
 from gradwire_tools.bench.train import run
 from gradwire_tools.bench.train.config import TrainConfig
@@ -110,9 +110,9 @@ def _empty(title: str, headings: Sequence[str], *before: Column, caption: str = 
 def table(summaries: Sequence[Row]) -> Table:
     """A table of summary rows.
 
-    Its columns: median step time, time of a step without communication, step time relative to the
-    16-bit baseline's, total bytes sent by a rank, last validation loss, that loss relative to
-    fp32's, and time to the target loss.
+    Its columns: median step time, time of a step without communication, how many times faster a
+    step is than the 16-bit baseline's, total bytes sent by a rank, last validation loss, that loss
+    relative to fp32's, and time to the target loss.
     """
     first = summaries[0]
     by_method = {row["method"]: row for row in summaries}
@@ -120,38 +120,41 @@ def table(summaries: Sequence[Row]) -> Table:
     full = by_method.get(baselines.full)
     sixteen_bit = baselines.best(summaries, "step_seconds")
     network = "loopback" if first["net"] == "none" else first["net"]
-    origin = "as given"
-    if " at " in first["target_from"]:
-        origin = f"the loss of {first['target_from']}"
+    told = "as given"
+    if " at " in (first["target_from"] or ""):
+        told = f"the loss of {first['target_from']}"
     elif first["target_from"] != "given":
-        origin = f"the last loss of {first['target_from']}, with the tolerance"
-    of_sixteen = "of 16 bit" if first.get("sharded") else "of fp16"
-    headings = ["step", "compute", of_sixteen, "sent", "loss", "against\nfp32", "time to\ntarget"]
+        told = f"the last loss of {first['target_from']}, with the tolerance"
+    caption = f"target loss {digits(first['target'], 4)}: {told}"
+    if "device" in first:
+        caption = "ranks share the GPU: losses and bytes, no times"
+    faster = f"faster\nthan\n{'16 bit' if first.get('sharded') else 'fp16'}"
+    headings = ["step", "compute", faster, "sent", "loss", "against\nfp32", "time to\ntarget"]
     made = _empty(  # it fits into 80 columns
         f"{first['task']}, {first['ranks']} ranks, {network}, {length(summaries)}"
         + (", composed" if first.get("composed") else ""),
         headings,
-        caption=f"target loss {digits(first['target'], 4)}: {origin}",
+        caption=caption,
     )
     for row in summaries:
         reached = row["time_to_target"]
         target = "not met" if reached is None else seconds(reached) if reached else "untrained"
+        if row["target"] is None:
+            target = DASH
         made.add_row(
             row["method"],
             seconds(row["step_seconds"]),
             seconds(row["ideal_step_seconds"]),
-            _share(row, sixteen_bit, "step_seconds", "{:.2f}×"),
+            _beside(row, sixteen_bit, "step_seconds", lambda mine, bar: times(bar / mine)),
             size(row["wire_bytes"]),
             digits(row["final_loss"], 4),
-            _share(row, full, "final_loss", "{:+.2f} %"),
+            _beside(row, full, "final_loss", lambda mine, bar: percent(mine / bar)),
             "timing only" if row.get("timing_only") else target,
         )
     return made
 
 
-def _share(row: Row, baseline: Row | None, key: str, form: str) -> str:
-    """`row` relative to `baseline`, as a factor or as a difference in percent."""
-    if baseline is None or row[key] is None or not baseline[key]:
-        return DASH
-    ratio = row[key] / baseline[key]
-    return form.format((ratio - 1) * 100 if "%" in form else ratio)
+def _beside(row: Row, baseline: Row | None, key: str, said: Callable[[float, float], str]) -> str:
+    """What is `said` of `key` in `row` and in `baseline`, where both have it."""
+    mine, bar = row[key], baseline and baseline[key]
+    return said(mine, bar) if mine and bar else DASH

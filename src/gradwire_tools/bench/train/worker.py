@@ -3,6 +3,7 @@
 - `row`: an evaluation or a decision, whole, as docs/laboratory/benchmarks.md has it;
 - `length`: `text`, once the number of steps is fixed;
 - `step`: progress of a method: `method, seed, step, steps, seconds`;
+- `paused`: `text`, once `pause_seconds` have passed and everything is saved;
 - `finished`: of a method and a seed, what a summary has of its steps.
 
 The methods of a group are interleaved: each trains up to the next evaluation, in an order that
@@ -52,6 +53,8 @@ class Training:
         self.net = self.schedule.first  # as the lab begins
         self.folder = None if config.state is None else Path(config.state)
         self.rank = dist.get_rank()
+        if config.device == "cuda":
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
         self.task = tasks.get(config.task, **config.task_options)
         self.common: dict[str, Any] = {}  # keys of all rows
         self.groups = config.groups()
@@ -61,7 +64,7 @@ class Training:
         self.kept: list[dict[str, Any]] = []
         self.evaluation_seconds: list[float] = []
         self.told_at = -math.inf
-        self.saved_at = time.monotonic()
+        self.began_at = self.saved_at = time.monotonic()
         self.saving_seconds = 0.0
 
     def all_groups(self) -> None:
@@ -81,7 +84,8 @@ class Training:
         self.follow(0, [])  # some methods measure the network as they start
         dist.barrier()
         methods = [self.config.method(name) for name in names]
-        runs = [MethodRun.start(m, self.task, seed, self.config.accumulate) for m in methods]
+        how = self.config.accumulate, self.config.device
+        runs = [MethodRun.start(method, self.task, seed, *how) for method in methods]
         start = time.perf_counter()
         numel = sum(p.numel() for p in runs[0].model.parameters())
         self.common = {**self.config.keys(), "parameters": numel}
@@ -184,10 +188,11 @@ class Training:
         if self.folder is None:
             return
         # At most a twentieth of the time goes into saving.
-        pause = max(self.config.save_seconds, 20 * self.saving_seconds)
-        if not _of_rank_0(not runs or time.monotonic() - self.saved_at >= pause):
+        between = max(self.config.save_seconds, 20 * self.saving_seconds)
+        start, until = time.monotonic(), self.config.pause_seconds
+        pauses = until is not None and start - self.began_at >= until
+        if not _of_rank_0(not runs or pauses or start - self.saved_at >= between):
             return
-        start = time.monotonic()
         own = {
             "position": self.position,
             "steps": self.steps,
@@ -199,6 +204,8 @@ class Training:
         dist.barrier()
         if self.rank == 0:
             state.commit(self.folder)
+            if pauses and not own["ended"]:
+                self.events.write("paused", text=f"paused after {start - self.began_at:.0f} s")
         self.saved_at = time.monotonic()
         self.saving_seconds = self.saved_at - start
 
