@@ -114,8 +114,10 @@ def wrong(ran: commands.Ran, command: Command) -> str | None:
     told = re.search(r"^[\w.]+Error: ", expected or "", re.MULTILINE) is not None
     if (ran.code != 0) is not told:
         return f"it ends with code {ran.code}:\n{ran.out[-2000:]}"
-    # torch 2.9 says the first; others warn where a name is not looked up in time.
-    out = re.sub(r"^\[(?:Gloo\]|W\d+ ).*\n", "", ran.out, flags=re.MULTILINE)
+    # torch 2.9 says the first; others warn where a name is not looked up in time; kernels are
+    # compiled where the machine is new.
+    said = r"^(?:\[(?:Gloo\]|W\d+ )|gradwire: compiling kernels ).*\n"
+    out = re.sub(said, "", ran.out, flags=re.MULTILINE)
     if expected is not None and not doctest.OutputChecker().check_output(expected, out, LIKE):
         return f"it prints\n{out}--- but the page says\n{expected}"
     return None
