@@ -2,9 +2,12 @@
 
 from gradwire.handles import arguments as arguments
 from gradwire.handles import bias, sharded_attach, switch, torch_versions, uncompiled
+from gradwire.handles import cross_barrier as cross_barrier
 from gradwire.handles import handle as handle
+from gradwire.handles.awaited import Awaited as Awaited
 from gradwire.handles.backward import in_backward
 from gradwire.handles.coalescing import Coalescing, Split
+from gradwire.handles.cross_barrier import Step
 from gradwire.handles.fsdp import Piece
 from gradwire.handles.handle import SMALLEST
 from gradwire.handles.hook import hook_state

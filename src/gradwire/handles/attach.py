@@ -49,6 +49,8 @@ def attach(
     weights: Weights = None,
     plan: PlanFile | str | os.PathLike[str] | None = None,
     policy: Policy | Replan | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    cross_barrier: bool = False,
     **codec_options: object,
 ) -> Handle:
     """Compress the gradients that `model` synchronises; with `weights`, what FSDP2 gathers, too.
@@ -101,6 +103,10 @@ def attach(
             `codec` would make everywhere: by name, with options ("lgreco"), or an object of one's
             own (docs/how-to/adaptive.md); gw.Replan(policy, every=500) also says when it decides.
             `codec` is "qsgd", "topk" or "powersgd".
+        cross_barrier: of a DDP module: a step does not wait for its last averages; they arrive
+            while the next forward computes, and what they belong to steps then, with equal bits
+            (docs/how-to/cross-barrier.md).
+        optimizer: that steps the module's parameters, for cross_barrier.
 
     With an FSDP2 module, "qsgd" has blocks of 1024 values unless `block` is given (THESIS 5.6.1).
 
@@ -143,10 +149,16 @@ def attach(
             from gradwire.handles.sharded_attach import plan_sharded  # a DDP script has none
 
             rules, used = methods.rules(sharded=True), gathered.rules()
+            if cross_barrier:
+                raise ConfigError(
+                    "attach: cross_barrier is for DDP: FSDP2 steps shards, and gathers the next "
+                    "layer's weights while this one computes: leave it out"
+                )
             planned = plan_sharded(model, rules, weights=used, options=sent, pinned=pinned)
         elif isinstance(model, DistributedDataParallel):
             gathered.refuse()
             planned = plan_ddp(model, methods.rules(), sent, held, pinned)
+            crossing = _crossing(planned.named, optimizer, cross_barrier)
             if hook_state(model).reducer is not None:
                 raise ConfigError(
                     "this module already has a handle attached: call its detach() before attaching "
@@ -156,8 +168,28 @@ def attach(
             gathered.rules()  # for FSDP2, which is not used in a single process
             held = COALESCE_BYTES if held is None else held
             of = methods.rules(), (sent, held), seed, pinned, decides
+            _crossing([*model.named_parameters()], optimizer, cross_barrier)
             return _told(attach_alone(model, *of), pinned)
+    if isinstance(planned, Planned):
+        return _told(planned.handle(seed, decides, optimizer=crossing), pinned)
     return _told(planned.handle(seed, decides), pinned)
+
+
+def _crossing(
+    named: Sequence[tuple[str, torch.Tensor]], optimizer: object, cross_barrier: object
+) -> torch.optim.Optimizer | None:
+    """The optimizer whose steps cross the barrier, if any."""
+    if not isinstance(cross_barrier, bool):
+        raise ConfigError(f"attach: cross_barrier={cross_barrier!r:.60}: give True or False")
+    if not cross_barrier:
+        if optimizer is not None:
+            raise ConfigError(
+                "attach: optimizer is for cross_barrier=True: give that, or leave optimizer out"
+            )
+        return None
+    from gradwire.handles.cross_barrier import check_crossing  # loaded on use
+
+    return check_crossing(named, optimizer)
 
 
 @contextmanager

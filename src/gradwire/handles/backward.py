@@ -72,7 +72,8 @@ class Backward:
     ) -> None:
         self.forward = forward
         self.reduces = reduces
-        self._ended, self._begun = ended, begins
+        self.begins = begins
+        self._ended = ended
         self._abandoned = abandoned
         self._current = _NONE
         self._hook: Any = None
@@ -103,7 +104,7 @@ class Backward:
         """Make the running pass of autograd call `ended` at its end; False: no pass is running."""
         current = running()
         if current not in (_NONE, self._current):
-            self._begun()
+            self.begins()
             # Runs before DDP checks its futures, which would turn an error into a RuntimeError.
             Variable._execution_engine.queue_callback(_Guard(self._ended, self._abandoned))
         self._current = current

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from gradwire.aggregators import Attached
 from gradwire.handles.coalescing import Split
@@ -41,10 +42,11 @@ class Bucket:
 
     Attributes:
         buffer: its values; complex ones as pairs.
-        result: DDP's own tensor, which shares the memory.
+        result: DDP's own tensor, which shares the memory; under cross_barrier `buffer` is a copy.
         ready: time.perf_counter when DDP submitted it.
-        ended: set once `future` has its result.
+        ended, finished: set once `future` has its result, and when.
         left, unstarted: number of its scopes that have not ended, or not started.
+        averages: under cross_barrier, of each parameter in the copy, as its gradient lies.
     """
 
     buffer: torch.Tensor
@@ -55,6 +57,8 @@ class Bucket:
     left: int = 0
     unstarted: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
+    finished: float = 0.0
+    averages: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
         self.left = self.unstarted = bool(self.content.split.bucket) + bool(
@@ -63,8 +67,19 @@ class Bucket:
 
     def end(self) -> None:
         """Give DDP the result."""
+        self.finished = time.perf_counter()
         self.future.set_result(self.result)
         self.ended.set()
+
+
+def copy_of(bucket: dist.GradBucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A copy of a bucket's buffer, and of each of its gradients the view of that copy."""
+    buffer = bucket.buffer()
+    copy, first = buffer.clone(), buffer.storage_offset()
+    views = [
+        copy.as_strided(g.shape, g.stride(), g.storage_offset() - first) for g in bucket.gradients()
+    ]
+    return copy, views
 
 
 def lengths_in(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:

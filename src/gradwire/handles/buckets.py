@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Attached, Observation, Rounds
@@ -20,7 +21,7 @@ from gradwire.collectives.calling import future_on
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
 from gradwire.handles.backward import Backward
-from gradwire.handles.bucket import Bucket, Content, as_in_memory, lengths_in
+from gradwire.handles.bucket import Bucket, Content, as_in_memory, copy_of, lengths_in
 from gradwire.handles.coalescing import Coalescing, Share, Split
 from gradwire.handles.hook import HookState
 from gradwire.handles.momentum import MomentumGuard
@@ -31,6 +32,9 @@ from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.handles.torch_versions import values_of
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.waiting import until_set
+
+if TYPE_CHECKING:
+    from gradwire.handles.cross_barrier import CrossBarrier
 
 
 class Buckets(Reductions):
@@ -43,6 +47,7 @@ class Buckets(Reductions):
         plan: the first one.
         members: their states, by name.
         owner: of the module's scopes.
+        optimizer: of cross-barrier training; None: each backward waits for its averages.
 
     Attributes:
         observers: called with every parameter's average.
@@ -61,6 +66,7 @@ class Buckets(Reductions):
         plan: Plan,
         members: Mapping[str, Attached],
         owner: Owner,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__(plan, members, [owner], owner.comm.world_size)
         self.known: list[Content] = []
@@ -77,7 +83,8 @@ class Buckets(Reductions):
         self._pass: list[Bucket] = []  # the buckets of this pass, in order
         self._pending: list[Bucket] = []
         self._then: Callable[[], None] | None = None
-        self._begun: float | None = None  # when the running pass did
+        self._began = 0.0  # when the running pass did
+        self._begun: float | None = None  # the same, until it has ended
         self._error: BaseException | None = None
         # A module that is deleted without `detach` starts no collective any more.
         weakref.finalize(self, setattr, owner, "closed", True).atexit = False
@@ -85,6 +92,16 @@ class Buckets(Reductions):
         self._momentum.watch(plan)
         self._oversights = Oversights(model, named)
         self.backward = Backward(self._pass_ended, self._abandoned, self.after_forward)
+        self._crossing: CrossBarrier | None = None
+        if optimizer is not None and self.ranks > 1:
+            from gradwire.handles.cross_barrier import CrossBarrier  # loaded on use
+
+            names = {p: name for name, p in reversed([*named])}
+            self._crossing = CrossBarrier(model, optimizer, names, self._wait)
+            # After the first pass DDP makes its buckets anew, and may move gradients.
+            begin = self._crossing.begin
+            self.backward.begins = lambda: begin(first=not self.known)
+            self.runner.start(self._crossing.urgency.script(owner.key))
         self.backward.watch(model)
         self._state = state
         state.reducer = self
@@ -95,20 +112,32 @@ class Buckets(Reductions):
         A rank that has joined early (`with model.join()`) mirrors the others' buckets outside any
         backward; then this call waits for the average.
         """
-        buffer = values_of(bucket)
+        result = buffer = bucket.buffer()
+        averages: Sequence[torch.Tensor] = ()
+        handed = future = future_on(result.device)
+        if self._crossing is not None:
+            self.backward.enter()  # unless a forward that was compiled let it be known
+        if self._crossing is not None and self._crossing.crosses:
+            handed.set_result(result)
+            (buffer, averages), future = copy_of(bucket), future_on(result.device)
+        buffer = values_of(buffer)
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.members) or bucket.is_last()
-        ready = Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
+        ready = Bucket(buffer, result, content, future, averages=averages)
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
-        for shares in self._coalescing.add(content.split, content.nbytes, is_last):
+        due = self._coalescing.add(content.split, content.nbytes, is_last)
+        if self._crossing is not None:
+            due = self._crossing.urgency.order(due, is_last)
+        for shares in due:
             self._start(shares)
         if is_last:
             if self._comm.stream(buffer.device) is not None:
                 self.tell_version(buffer.device)
             self._arrived.clear()
             self.known = [one.content for one in self._pass]
-        return ready.future
+            self._pass = []
+        return handed
 
     def _arrives(self, members: list[Attached]) -> bool:
         """Note the arrival of a bucket; whether all parameters of this pass have arrived.
@@ -124,7 +153,7 @@ class Buckets(Reductions):
         return len(self._arrived) == len(self.members)
 
     def _begin_pass(self) -> None:
-        self._begun = time.perf_counter()
+        self._began = self._begun = time.perf_counter()
         before = self.switch.plan
         self.begin(self.span)
         if self.switch.plan is not before:
@@ -132,6 +161,8 @@ class Buckets(Reductions):
                 content.split = Split.of([m.aggregator for m in content.members])
         self._coalescing = Coalescing(self.switch.plan.coalesce_bytes)
         self._pass = []
+        if self._crossing is not None:
+            self._crossing.urgency.begin()
 
     def _give_up(self) -> None:
         """Complete the buckets that wait to be combined, without averaging them."""
@@ -212,6 +243,8 @@ class Buckets(Reductions):
             # An error that names a peer replaces one that does not, such as torch's own.
             if self._error is None or getattr(self._error, "peer", self) is None:
                 self._error = error or self._error
+            if self._crossing is not None:
+                self._crossing.urgency.ended += 1
             for bucket in buckets:
                 bucket.left -= 1
             ended = [bucket for bucket in buckets if not bucket.left or error is not None]
@@ -252,19 +285,37 @@ class Buckets(Reductions):
         self.sampler.end()
 
     def _settle(self) -> None:
-        """Wait for the averages of all started buckets; raises their error."""
+        """Wait for the averages of all started buckets, or leave them late; raises their error."""
         pending, self._pending = self._pending, []
+        if pending and self._begun is not None:
+            self.count(backward_seconds=time.perf_counter() - self._begun)
+            self._begun = None
+        late: list[Bucket] = []
+        if self._crossing is not None and self._crossing.crosses:
+            self._crossing.ends()
+            if not self._arrived and self._then is None:  # else a part of DDP's pass
+                late = [bucket for bucket in pending if bucket.averages]
+                # Once DDP has put its buckets into gradients: they are of this rank alone.
+                take = partial(self._crossing.take, late)
+                Variable._execution_engine.queue_callback(take)
+        try:
+            self._wait(*(bucket for bucket in pending if bucket not in late))
+        finally:
+            self._leave()
+        for bucket in pending:
+            if bucket.averages and bucket not in late:
+                values_of(bucket.result).copy_(bucket.buffer)
+
+    def _wait(self, *buckets: Bucket) -> None:
+        """Wait for the averages of buckets; raises their error."""
         begun = time.perf_counter()
         with self.owner.awaited():
-            for bucket in pending:
+            for bucket in buckets:
                 until_set(bucket.ended)  # which a signal interrupts, unlike torch's own wait
                 bucket.future.wait()  # on a GPU, the stream's
-        ended = time.perf_counter()
-        self.count(exposed_seconds=ended - begun)
-        if pending and self._begun is not None:
-            self.count(backward_seconds=begun - self._begun)
-            self.span, self._begun = ended - self._begun, None
-        self._leave()
+        self.count(exposed_seconds=time.perf_counter() - begun)
+        if buckets:
+            self.span = max(bucket.finished for bucket in buckets) - self._began
         if self._error is not None:
             raise again(self._error)
 
@@ -355,7 +406,18 @@ class Buckets(Reductions):
         self._then = self._removed
         self._leave()
 
+    def settle(self) -> None:
+        if self._crossing is not None:
+            self._crossing.land()
+
     def _removed(self) -> None:
+        try:
+            if self._crossing is not None:
+                self._crossing.remove()
+        finally:
+            self._uninstalled()
+
+    def _uninstalled(self) -> None:
         self.backward.unwatch()
         self._momentum.unwatch()
         self._oversights.unwatch()

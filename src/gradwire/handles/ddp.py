@@ -39,12 +39,18 @@ class Planned:
         seed: int,
         decides: Decides = Decides(),  # noqa: B008
         call: str = "gw.attach",
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> Handle:
         """Attach as the user's `call`; raises ConfigError if ranks disagree, or a policy has no
-        choice."""
+        choice.
+
+        Args:
+            optimizer: for cross-barrier training.
+        """
         comm, state = communicator(self.model.process_group), hook_state(self.model)
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += decides.describe()
+        agreed += [] if optimizer is None else [f"cross_barrier of {type(optimizer).__name__}"]
         plan, device = self.plan, self.named[0][1].device
         plan = available(plan, self._planned, device, [comm], decides)
         comm.agree("the call of gw.attach", [*agreed, *plan.describe()])
@@ -54,7 +60,8 @@ class Planned:
         unused = self.model.find_unused_parameters
         members = members_of(plan, seed, comm.rank, state.attached, unused)
         state.attached += 1
-        reductions = Buckets(self.model, state, self.named, plan, members, owner)
+        of = self.model, state, self.named, plan, members, owner
+        reductions = Buckets(*of, optimizer)
         made = Handle(reductions, seed, comm.rank, StateGather([self.model.process_group]))
         if not plan.rules.uncompiled:  # else there is nothing to choose from
             decides.start(reductions)

@@ -51,7 +51,8 @@ RENAMED = {
 }
 
 _TOLD = 3  # of the newest decisions in a summary
-_FIXED = {"plan", "policy", "seed", "keep", "replan", "auto"}  # arguments of `attach` alone
+# Arguments of `attach` alone.
+_FIXED = {"plan", "policy", "seed", "keep", "replan", "auto", "optimizer", "cross_barrier"}
 
 
 class Handle(Saved):
@@ -395,6 +396,7 @@ class Handle(Saved):
 
     def _sections(self) -> list[StateSection]:
         on = self._reductions
+        on.settle()
         return [
             policy_section(on.adaptation, loads=not self._takes_any_plan()),
             sharding_section(on.sharding),

@@ -75,7 +75,7 @@ def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torc
         averaged.value()  # raises what the all-reduce ended with
         return buffer
 
-    return average(values_of(bucket), state.group).then(ended)
+    return average(values_of(buffer), state.group).then(ended)
 
 
 def average(

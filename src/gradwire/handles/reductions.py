@@ -175,6 +175,9 @@ class Reductions:
             with self._lock:
                 self._least = least if self._least is None else min(self._least, least)
 
+    def settle(self) -> None:
+        """Wait for what backward has left late."""
+
     def after_forward(self) -> None:
         """Raise a refused update, since an error in backward would end training."""
         refusal = self.switch.refusal()

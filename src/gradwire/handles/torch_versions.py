@@ -75,9 +75,8 @@ def parameter_groups_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def values_of(bucket: dist.GradBucket) -> torch.Tensor:
-    """A DDP bucket's values; a complex gradient lies there as pairs."""
-    buffer = bucket.buffer()
+def values_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The values of a DDP bucket's buffer; a complex gradient lies there as pairs."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
