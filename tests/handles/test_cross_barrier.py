@@ -2,150 +2,208 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from crossed import MODELS, OPTIMIZERS, Make, Net, inputs, late, same, wrapped
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.distributed_c10d import _get_default_store
 
 import gradwire as gw
 from ranks import on
-from rooms.handles import Awaited, Step, cross_barrier
-from training import flat, same_everywhere
+from rooms.handles import Awaited, cross_barrier
+from training import flat, mlp, same_everywhere
 
 pytestmark = pytest.mark.multiprocess
 
-Make = Callable[[Any], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, amsgrad=True),
-    "foreach": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, foreach=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
-}
 
-
-class Net(nn.Module):
-    """Tied weights, a frozen layer, one that some steps leave out, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(20, 40)
-        self.frozen = nn.Linear(40, 40).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(40)
-        self.second = nn.Linear(40, 20)
-        self.spare = nn.Linear(20, 20)
-        self.third = nn.Linear(20, 40, bias=False)
-        self.last = nn.Linear(20, 40, bias=False)
-        self.last.weight = self.third.weight
-        self.free = nn.Parameter(torch.ones(40))
-
-    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
-        x = self.second(self.norm(self.frozen(self.first(x).relu())))
-        x = x + self.spare(x) if spare else x
-        return self.last(self.second(self.third(x).relu())) * self.free
-
-
-@contextmanager
-def late() -> Iterator[mock.Mock]:
-    """No average is there as the script steps; gives what counts late steps."""
-    run = mock.Mock(side_effect=Step.run)
-    with mock.patch.object(cross_barrier, "_is_there", lambda bucket: False):
-        with mock.patch.object(Step, "run", lambda *of: run(*of)):
-            yield run
-
-
-def inputs(step: int) -> torch.Tensor:
-    made = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(8, 20, generator=made)
-
-
-def trained(
-    make: Make, crosses: bool, steps: int, script: str = "", codec: str = "qsgd:bits=4"
-) -> list[torch.Tensor]:
-    """Losses, weights and the optimizer's state of a training."""
-    net = Net()
-    unused, views = "unused" in script, "views" in script
-    model = DDP(net, bucket_cap_mb=0.004, find_unused_parameters=unused,
-                gradient_as_bucket_view=views)  # fmt: skip
+def trained(crosses: bool, script: str, make: Make = OPTIMIZERS["adamw"], steps: int = 10) -> Any:
+    """Losses and what else the script sees, weights and the optimizer's state of a training."""
+    net = MODELS.get(script, Net)()
+    ddp = wrapped(net, script)
+    model: Any = torch.compile(ddp, backend="eager") if script == "compiled" else ddp
     biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
     rest = [p for p in net.parameters() if not any(p is bias for bias in biases)]
     optimizer = make([{"params": rest}, {"params": biases, "lr": 0.005}])
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     given: dict[str, Any] = {"optimizer": optimizer, "cross_barrier": True} if crosses else {}
-    handle = gw.attach(model, codec, options=gw.Options(coalesce_bytes=0), **given)
-    losses = []
+    handle = gw.attach(ddp, options=gw.Options(coalesce_bytes=0), **given)
+    scaler = torch.amp.GradScaler("cpu", enabled="scaled" in script)
+    seen: list[torch.Tensor] = []
+
+    def loss_of(step: int) -> torch.Tensor:
+        x = inputs(step).to(next(net.parameters()).dtype)
+        left_out = {"spare": step % 3 == 0} if "unused" in script else {}
+        return (model(x, **left_out).float() - 1).square().mean()  # type: ignore[no-any-return]
+
     for step in range(steps):
         if "first" in script:
             optimizer.zero_grad()
         if "accumulate" in script:
-            with model.no_sync():
-                model(inputs(1000 + step), True).square().mean().backward()
-        loss = (model(inputs(step), not unused or step % 3 == 0) - 1).square().mean()
-        loss.backward()
+            with ddp.no_sync():
+                loss_of(1000 + step).backward()
+        loss = loss_of(step)
+        scaler.scale(loss).backward()
         if "norm" in script:
-            losses.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+            seen.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
         if "value" in script:
             nn.utils.clip_grad_value_(net.parameters(), 0.01)
         if "closure" in script:
             optimizer.step(lambda: 0.0)
         else:
-            optimizer.step()
+            scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         if "kept" in script:
-            losses += [p.grad.sum() for p in net.parameters() if p.grad is not None]
+            seen += [p.grad.sum() for p in net.parameters() if p.grad is not None]
         if "filled" in script:
             optimizer.zero_grad(set_to_none=False)
         elif "first" not in script and ("grown" not in script or step % 2):
-            model.zero_grad()
+            ddp.zero_grad()
         if "evaluated" in script and step % 2:
             net.eval()
             with torch.no_grad():
-                losses.append(net(inputs(77)).sum())
+                seen.append(net(inputs(77)).sum())
             net.train()
         if "saved" in script and step == 5:
             handle.load_state_dict(handle.full_state_dict())
             optimizer.load_state_dict(optimizer.state_dict())
         if "updated" in script and step == 3:
             handle.update(bits=3).wait()
-        losses.append(loss.detach())
+        seen.append(loss.detach())
     if "detached" in script:
         handle.detach()
         assert not any(isinstance(p, Awaited) for p in net.parameters())
     states = sorted(optimizer.state_dict()["state"].items())
-    state = [one for _, of in states for one in of.values()]
-    assert same_everywhere(flat(model))
-    return [*losses, *net.state_dict().values(), *map(torch.as_tensor, state)]
+    assert same_everywhere(flat(ddp))
+    state = [torch.as_tensor(one) for _, of in states for one in of.values()]
+    return [*seen, *net.state_dict().values(), *state]
 
 
 SCRIPTS = (
     "views", "unused first", "unused views", "norm", "value", "accumulate", "closure", "kept",
     "filled", "grown", "evaluated", "saved", "detached", "accumulate views grown", "unused grown",
-    "updated",
+    "scaled", *MODELS,
 )  # fmt: skip
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+WAIT = ("norm", "value", "closure", "scaled")  # for all averages, before each step
 
 
 @on(2, *SCRIPTS)
 @on(3, *OPTIMIZERS)
+@on(4, "sgd", "adamw", exhaustive=True)
 def test_bits_are_those_of_the_run_with_the_barrier(rank: int, what: str) -> None:
-    make, script = OPTIMIZERS.get(what), what
-    steps = 50 if make else 12
-    of = make or OPTIMIZERS["adamw"], steps, "" if make else script
-    expected = trained(of[0], False, *of[1:])
+    made = OPTIMIZERS.get(what)
+    of = ("", made, 50) if made else (what,)
+    expected = trained(False, *of)
     with late() as run:
-        found = trained(of[0], True, *of[1:])
+        found = trained(True, *of)
     assert same(found, expected)
-    crossed = script not in ("norm", "value", "closure", "unused grown")
-    assert crossed is (run.call_count > steps), run.call_count
-    assert same(trained(of[0], True, *of[1:]), expected)
+    assert (run.call_count > 5) is (what not in WAIT), run.call_count
+    assert same(trained(True, *of), expected)
+
+
+@on(2)
+def test_two_modules_and_a_changing_plan(rank: int) -> None:
+    def run(crosses: bool) -> list[torch.Tensor]:
+        nets = [mlp(20, 30, 20), mlp(20, 40, 20, seed=1)]
+        models, optimizers, handles = [], [], []
+        for net in nets:
+            models.append(wrapped(net, ""))
+            optimizers.append(OPTIMIZERS["sgd"](net.parameters()))
+            given = {"optimizer": optimizers[-1], "cross_barrier": True} if crosses else {}
+            handles.append(gw.attach(models[-1], "powersgd:rank=2", **given))
+        for step in range(8):
+            for number in (0, 1):
+                optimizers[number].zero_grad()
+                made = models[0](inputs(step))
+                made = made.detach() if number else made
+                models[1](made).square().mean().backward()
+                optimizers[number].step()
+            if step == 3:
+                handles[0].update("qsgd", bits=2).wait()
+        assert handles[0].plan.version
+        return [p.detach() for net in nets for p in net.parameters()]
+
+    expected = run(False)
+    with late() as late_steps:
+        assert same(run(True), expected)
+    assert late_steps.call_count > 8
+
+
+@on(2)
+def test_a_step_waits_for_no_peer(rank: int) -> None:
+    """Rank 1 begins its backward once rank 0 has stepped, and that in every step."""
+    net = mlp(20, 40, 40, 20)
+    model, optimizer = wrapped(net, ""), OPTIMIZERS["sgd"](net.parameters())
+    handle = gw.attach(model, optimizer=optimizer, cross_barrier=True)
+    store, taken = _get_default_store(), []
+    with mock.patch.object(
+        cross_barrier.CrossBarrier, "_landed", autospec=True,
+        side_effect=cross_barrier.CrossBarrier._landed,
+    ) as landed:  # fmt: skip
+        for step in range(6):
+            loss = model(inputs(step)).square().mean()
+            optimizer.zero_grad()
+            if rank == 1 and step:  # the first pass has the barrier
+                store.wait([f"stepped {step}"])
+            loss.backward()
+            optimizer.step()
+            if rank == 0:
+                store.set(f"stepped {step}", "")
+            taken += [weakref.ref(of.average._base) for call in landed.mock_calls
+                      for of in call.args[1]]  # fmt: skip
+            landed.reset_mock()
+    assert len(taken) > 4
+    assert rank or handle.stats()["exposed_seconds"] > 0
+    handle.detach()
+    assert same_everywhere(flat(model))
+    assert not any(copy() is not None for copy in taken)  # one more gradient buffer, for one step
+
+
+@on(2)
+def test_first_layers_go_first_once_ranks_have_agreed(rank: int) -> None:
+    net = mlp(20, 40, 40, 40, 40, 40, 20)
+    model, optimizer = wrapped(net, ""), torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = gw.attach(model, optimizer=optimizer, cross_barrier=True,
+                       options=gw.Options(coalesce_bytes=0))  # fmt: skip
+    urgency, buckets, sent = handle._reductions._crossing.urgency, handle._reductions, []
+    start = buckets._start
+
+    def started(shares: Any) -> None:
+        sent.append(shares[0].bucket)
+        start(shares)
+
+    # As if one scope had ended as backward did on rank 0, and none on rank 1.
+    def note() -> None:
+        urgency._seen = [(1 - rank, len(sent))]
+
+    with mock.patch.multiple(buckets, _start=started), mock.patch.object(urgency, "note", note):
+        for step in range(16):
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            plain = [*range(len(sent))]
+            assert sent in (plain, plain[:2] + plain[:1:-1])
+            reversed_ = sent != plain
+            sent.clear()
+            buckets.runner.wait()
+    assert reversed_
+    assert urgency.eager == 2
+    assert same_everywhere(flat(model))
+
+
+@on(2)
+def test_reading_gradients_before_the_step_is_told_once(rank: int) -> None:
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    try:
+        with late():
+            trained(True, "norm")
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)
+    assert [one.getMessage().partition(":")[0] for one in said] == ["cross_barrier"]

@@ -167,6 +167,8 @@ class Rounds:
 
     def _end(self, error: BaseException | None) -> None:
         self.ticket.close()
+        for reduction in self.reductions:  # else each would keep its context, which keeps it, and
+            reduction.of = None  # both a gradient's memory, until the cyclic collector runs
         if error is None and self.observe is not None:
             self._notify(self.observe)
         self.done(error, self.outcomes)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from gradwire.aggregators import Attached
 from gradwire.handles.coalescing import Split
@@ -42,11 +41,11 @@ class Bucket:
 
     Attributes:
         buffer: its values; complex ones as pairs.
-        result: DDP's own tensor, which shares the memory; under cross_barrier `buffer` is a copy.
+        result: DDP's own tensor, which shares the memory unless it is `copied`.
         ready: time.perf_counter when DDP submitted it.
         ended, finished: set once `future` has its result, and when.
         left, unstarted: number of its scopes that have not ended, or not started.
-        averages: under cross_barrier, of each parameter in the copy, as its gradient lies.
+        copied: whether `buffer` is a copy of DDP's values, under cross_barrier.
     """
 
     buffer: torch.Tensor
@@ -58,28 +57,27 @@ class Bucket:
     unstarted: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
     finished: float = 0.0
-    averages: Sequence[torch.Tensor] = ()
+    copied: bool = False
 
     def __post_init__(self) -> None:
         self.left = self.unstarted = bool(self.content.split.bucket) + bool(
             self.content.split.model
         )
 
+    def views(self) -> list[torch.Tensor]:
+        """Each parameter's part of the buffer, of its shape and strides; of real values."""
+        found = []
+        parts = self.buffer.split(self.content.lengths)
+        for parameter, part in zip(self.content.parameters, parts, strict=True):
+            view = as_in_memory(parameter, part)
+            found.append(part.view(parameter.shape) if view is None else view)
+        return found
+
     def end(self) -> None:
         """Give DDP the result."""
         self.finished = time.perf_counter()
         self.future.set_result(self.result)
         self.ended.set()
-
-
-def copy_of(bucket: dist.GradBucket) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A copy of a bucket's buffer, and of each of its gradients the view of that copy."""
-    buffer = bucket.buffer()
-    copy, first = buffer.clone(), buffer.storage_offset()
-    views = [
-        copy.as_strided(g.shape, g.stride(), g.storage_offset() - first) for g in bucket.gradients()
-    ]
-    return copy, views
 
 
 def lengths_in(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:

@@ -21,7 +21,7 @@ from gradwire.collectives.calling import future_on
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, again
 from gradwire.handles.backward import Backward
-from gradwire.handles.bucket import Bucket, Content, as_in_memory, copy_of, lengths_in
+from gradwire.handles.bucket import Bucket, Content, as_in_memory, lengths_in
 from gradwire.handles.coalescing import Coalescing, Share, Split
 from gradwire.handles.hook import HookState
 from gradwire.handles.momentum import MomentumGuard
@@ -113,17 +113,17 @@ class Buckets(Reductions):
         backward; then this call waits for the average.
         """
         result = buffer = bucket.buffer()
-        averages: Sequence[torch.Tensor] = ()
         handed = future = future_on(result.device)
         if self._crossing is not None:
             self.backward.enter()  # unless a forward that was compiled let it be known
-        if self._crossing is not None and self._crossing.crosses:
+        copied = self._crossing is not None and self._crossing.crosses
+        if copied:
             handed.set_result(result)
-            (buffer, averages), future = copy_of(bucket), future_on(result.device)
+            buffer, future = result.clone(), future_on(result.device)
         buffer = values_of(buffer)
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.members) or bucket.is_last()
-        ready = Bucket(buffer, result, content, future, averages=averages)
+        ready = Bucket(buffer, result, content, future, copied=copied)
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
         due = self._coalescing.add(content.split, content.nbytes, is_last)
@@ -294,7 +294,7 @@ class Buckets(Reductions):
         if self._crossing is not None and self._crossing.crosses:
             self._crossing.ends()
             if not self._arrived and self._then is None:  # else a part of DDP's pass
-                late = [bucket for bucket in pending if bucket.averages]
+                late = [bucket for bucket in pending if bucket.copied]
                 # Once DDP has put its buckets into gradients: they are of this rank alone.
                 take = partial(self._crossing.take, late)
                 Variable._execution_engine.queue_callback(take)
@@ -303,7 +303,7 @@ class Buckets(Reductions):
         finally:
             self._leave()
         for bucket in pending:
-            if bucket.averages and bucket not in late:
+            if bucket.copied and bucket not in late:
                 values_of(bucket.result).copy_(bucket.buffer)
 
     def _wait(self, *buckets: Bucket) -> None:

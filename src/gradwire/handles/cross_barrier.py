@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -86,6 +90,8 @@ class CrossBarrier:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.land()),
             model.register_forward_pre_hook(_BeforeForward(self._before_forward)),
         ]
+        # Before the engine ends, for which peers would wait.
+        Finalize(self, _land_at_exit, (weakref.ref(self),), exitpriority=1)
         for module in model.module.modules():
             if module._parameters:
                 hook = ModuleHook(_arrive_at, records=False)
@@ -111,7 +117,7 @@ class CrossBarrier:
         for bucket in buckets:
             late = [
                 Late(p, p.grad, average)
-                for p, average in zip(bucket.content.parameters, bucket.averages, strict=True)
+                for p, average in zip(bucket.content.parameters, bucket.views(), strict=True)
                 if p.grad is not None  # no rank has one
             ]
             self._late[bucket] = late
@@ -262,6 +268,14 @@ def check_crossing(named: Sequence[tuple[str, torch.Tensor]], optimizer: object)
             "the one that steps them"
         )
     return found
+
+
+def _land_at_exit(of: weakref.ref[CrossBarrier]) -> None:
+    """Take part in what peers still compute, unless this process ends by an exception."""
+    crossing = of()
+    if crossing is not None and not hasattr(sys, "last_value"):
+        with suppress(Exception):  # each waits for the same, and raises it
+            crossing.land()
 
 
 class _BeforeForward(ModuleHook):
