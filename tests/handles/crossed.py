@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from rooms.handles import Step, cross_barrier
+from rooms.handles import LateStep, cross_barrier
 from training import mlp
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -80,8 +80,14 @@ def convolution() -> nn.Module:
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 def compiled_inside() -> nn.Module:
     net = mlp(20, 40, 20)
+    net[2] = Doubled(40, 20)
     net[2].compile(backend="eager")
     return net
 
@@ -101,10 +107,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @contextmanager
 def late() -> Iterator[mock.Mock]:
     """No average is there as the script steps; gives what counts late steps."""
-    run = mock.Mock(side_effect=Step.run)
+    run = mock.Mock(side_effect=LateStep.run)
     with (
         mock.patch.object(cross_barrier, "_is_there", return_value=False),
-        mock.patch.object(Step, "run", lambda *of: run(*of)),  # noqa: PLW0108  # binds `self`
+        mock.patch.object(LateStep, "run", lambda *of: run(*of)),  # noqa: PLW0108  # binds `self`
     ):
         yield run
 

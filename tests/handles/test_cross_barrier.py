@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from crossed import MODELS, OPTIMIZERS, Make, Net, inputs, late, same, wrapped
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.distributed_c10d import _get_default_store
 
 import gradwire as gw
@@ -21,8 +23,10 @@ from training import flat, mlp, same_everywhere
 pytestmark = pytest.mark.multiprocess
 
 
-def trained(crosses: bool, script: str, make: Make = OPTIMIZERS["adamw"], steps: int = 10) -> Any:
+def trained(crosses: bool, script: str, make: Make, steps: int = 10) -> Any:
     """Losses and what else the script sees, weights and the optimizer's state of a training."""
+    torch._dynamo.reset()
+    counters.clear()
     net = MODELS.get(script, Net)()
     ddp = wrapped(net, script)
     model: Any = torch.compile(ddp, backend="eager") if script == "compiled" else ddp
@@ -32,6 +36,8 @@ def trained(crosses: bool, script: str, make: Make = OPTIMIZERS["adamw"], steps:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     given: dict[str, Any] = {"optimizer": optimizer, "cross_barrier": True} if crosses else {}
     handle = gw.attach(ddp, options=gw.Options(coalesce_bytes=0), **given)
+    stepped = mock.Mock(return_value=None)
+    optimizer.register_step_post_hook(stepped)
     scaler = torch.amp.GradScaler("cpu", enabled="scaled" in script)
     seen: list[torch.Tensor] = []
 
@@ -70,17 +76,21 @@ def trained(crosses: bool, script: str, make: Make = OPTIMIZERS["adamw"], steps:
                 seen.append(net(inputs(77)).sum())
             net.train()
         if "saved" in script and step == 5:
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+        if "saved" in script and step == 6:
             handle.load_state_dict(handle.full_state_dict())
-            optimizer.load_state_dict(optimizer.state_dict())
+            assert not any(isinstance(p, Awaited) for p in net.parameters())
         if "updated" in script and step == 3:
             handle.update(bits=3).wait()
         seen.append(loss.detach())
     if "detached" in script:
         handle.detach()
         assert not any(isinstance(p, Awaited) for p in net.parameters())
-    states = sorted(optimizer.state_dict()["state"].items())
+    states = sorted(deepcopy(optimizer.state_dict())["state"].items())
     assert same_everywhere(flat(ddp))
     state = [torch.as_tensor(one) for _, of in states for one in of.values()]
+    assert stepped.call_count == steps
+    seen.append(torch.tensor(counters["stats"]["unique_graphs"]))
     return [*seen, *net.state_dict().values(), *state]
 
 
@@ -97,7 +107,7 @@ WAIT = ("norm", "value", "closure", "scaled")  # for all averages, before each s
 @on(4, "sgd", "adamw", exhaustive=True)
 def test_bits_are_those_of_the_run_with_the_barrier(rank: int, what: str) -> None:
     made = OPTIMIZERS.get(what)
-    of = ("", made, 50) if made else (what,)
+    of = ("", made, 50) if made else (what, OPTIMIZERS["fused" if what == "scaled" else "adamw"])
     expected = trained(False, *of)
     with late() as run:
         found = trained(True, *of)
@@ -203,7 +213,7 @@ def test_reading_gradients_before_the_step_is_told_once(rank: int) -> None:
     logging.getLogger("gradwire").addHandler(handler)
     try:
         with late():
-            trained(True, "norm")
+            trained(True, "norm", OPTIMIZERS["adamw"])
     finally:
         logging.getLogger("gradwire").removeHandler(handler)
     assert [one.getMessage().partition(":")[0] for one in said] == ["cross_barrier"]

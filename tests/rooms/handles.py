@@ -7,7 +7,7 @@ from gradwire.handles import handle as handle
 from gradwire.handles.awaited import Awaited as Awaited
 from gradwire.handles.backward import in_backward
 from gradwire.handles.coalescing import Coalescing, Split
-from gradwire.handles.cross_barrier import Step
+from gradwire.handles.cross_barrier import LateStep
 from gradwire.handles.fsdp import Piece
 from gradwire.handles.handle import SMALLEST
 from gradwire.handles.hook import hook_state

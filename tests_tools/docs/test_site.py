@@ -70,7 +70,7 @@ def test_signatures_have_names_and_defaults_that_users_can_give() -> None:
         assert not re.search(r" object at |<factory>|\b_\w|\b[A-Z]+_[A-Z]+\b", shown), name
     assert str(inspect.signature(gradwire.Handle)) == "()"  # attach makes it
     assert "codec: 'Method' = unchanged" in str(inspect.signature(gradwire.Handle.update))
-    assert len(inspect.signature(gradwire.attach).parameters) <= 11
+    assert len(inspect.signature(gradwire.attach).parameters) <= 13
     assert "autodoc_preserve_defaults" not in runpy.run_path(str(DOCS / "conf.py"))
 
 

@@ -33,7 +33,7 @@ from gradwire.errors import ConfigError
 from gradwire.handles.awaited import arrive, can_be_awaited, release, withhold
 from gradwire.handles.backward import ModuleHook
 from gradwire.handles.bucket import Bucket
-from gradwire.handles.optimizers import Optimizer, Step, check_optimizer
+from gradwire.handles.optimizers import LateStep, Optimizer, check_optimizer
 from gradwire.handles.urgency import Urgency
 
 log = logging.getLogger("gradwire")
@@ -53,7 +53,7 @@ class Late:
     parameter: torch.Tensor
     gradient: torch.Tensor
     average: torch.Tensor
-    step: Step | None = None
+    step: LateStep | None = None
     hidden: bool = False
 
 
@@ -128,7 +128,7 @@ class CrossBarrier:
     # ---- forward
 
     def _before_forward(self, ddp: DistributedDataParallel, compiled: bool) -> None:
-        if compiled or not ddp.training or _has_compiled(ddp):
+        if self._late and (compiled or not ddp.training or _has_compiled(ddp)):
             self.land()
 
     def _touched(self, bucket: Bucket) -> None:
@@ -163,7 +163,7 @@ class CrossBarrier:
 
     def _landed(self, late: Sequence[Late]) -> None:
         cleared: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        steps: dict[Step, list[torch.Tensor]] = {}
+        steps: dict[LateStep, list[torch.Tensor]] = {}
         for one in late:
             parameter = one.parameter
             release(parameter)
@@ -222,7 +222,7 @@ class CrossBarrier:
                     self.land(bucket)
             if not self._late:
                 return
-            step = Step(optimizer)
+            step = LateStep(optimizer)
             self._asked = sum(p.grad is not None and p in step for p in self._names)
             for late in self._late.values():
                 for one in late:

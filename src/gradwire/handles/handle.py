@@ -235,7 +235,8 @@ class Handle(Saved):
                 as computing. FSDP2 waits for each collective where it calls it, so there it is all
                 of the time from call to result. Waits for ranks that come later are included and,
                 in the first passes, for kernels to be compiled. Over NCCL the host does not wait:
-                this is about nothing, or the time of queueing the work.
+                this is about nothing, or the time of queueing the work. Under cross_barrier: where
+                a parameter's average, or the next backward, is waited for.
             backward_seconds: under DDP, from the first bucket's readiness to where backward has
                 computed its last gradient, summed over passes: what may hide communication.
             kernel_seconds: of `seconds`, in kernels, and in checksums of what they wrote. Over NCCL

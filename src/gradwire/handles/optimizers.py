@@ -62,7 +62,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     return optimizer
 
 
-class Step:
+class LateStep:
     """A step that the script has asked for, with the options of then: a schedule may change them
     before all parameters have stepped."""
 
@@ -80,7 +80,7 @@ class Step:
         return parameter in self._group
 
     def run(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Step these alone: the optimizer's own update, without the hooks of a step."""
+        """LateStep these alone: the optimizer's own update, without the hooks of a step."""
         groups: list[dict[str, Any]] = [{**options, "params": []} for options in self._options]
         for parameter in parameters:
             groups[self._group[parameter]]["params"].append(parameter)
