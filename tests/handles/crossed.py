@@ -86,9 +86,9 @@ class Doubled(nn.Linear):
 
 
 def compiled_inside() -> nn.Module:
-    net = mlp(20, 40, 20)
-    net[2] = Doubled(40, 20)
-    net[2].compile(backend="eager")
+    net = mlp(20, 60, 60, 20)
+    net[4] = Doubled(60, 20)
+    net[4].compile(backend="eager")
     return net
 
 
@@ -121,13 +121,13 @@ def inputs(step: int) -> torch.Tensor:
 
 
 def wrapped(net: nn.Module, script: str) -> DDP:
+    torch._dynamo.config.optimize_ddp = False  # which refuses small buckets
     how: dict[str, Any] = {
+        "bucket_cap_mb": 0.004,
         "gradient_as_bucket_view": "views" in script,
         "find_unused_parameters": "unused" in script,
         "static_graph": "static" in script,
     }
-    if "compiled" not in script:  # whose buckets torch.compile splits by, and refuses small ones
-        how["bucket_cap_mb"] = 0.004
     return DDP(net, **how)
 
 

@@ -212,8 +212,7 @@ class CrossBarrier:
             )
         stepped = any(one.step is not None for late in self._late.values() for one in late)
         closure = len(args) > 1 or kwargs.get("closure") is not None
-        scaled = getattr(optimizer, "grad_scale", None) is not None  # a GradScaler's
-        if stepped or closure or scaled:
+        if stepped or closure:
             self.land()
             return
         with self._lock:
