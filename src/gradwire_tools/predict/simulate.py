@@ -121,10 +121,10 @@ class WantedCollectives(WantedStep):
                 yield row, scenario.priced, partial(predict, scenario)
 
     def _scenario(self, text: str, algorithm: str, point: Point) -> Scenario:
-        options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
+        options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").alone())
         if point.name is not None and point.name not in SWEPT:
             swept = f"gradwire:{text.split(':')[0]}:{point.name}={point.value}"
-            options.update(methods.parse(swept).options)
+            options.update(methods.parse(swept).alone())
         feedback = options.pop("error_feedback", False)
         if not isinstance(feedback, bool):
             raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
