@@ -76,8 +76,9 @@ def test_what_is_hidden_gains_nothing_and_what_is_not_at_most_the_forward() -> N
 
 
 def test_of_many_ranks_one_node_stands_for_all() -> None:
+    given: dict[str, Any] = {"backward": 0.05, "cores": 2.0}  # of which it has its share
     one, every = (
-        predict_crossing(scenario(8, "resnet50", exact=exact, backward=0.05), 0.03, USUAL)
+        predict_crossing(scenario(8, "resnet50", exact=exact, **given), 0.03, USUAL)
         for exact in (False, True)
     )
     assert (one["exact"], every["exact"]) == (False, True)
