@@ -56,14 +56,14 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "flexible":       (  552,  5,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
     "__init__":       (  140,  0,  0, "..flexible"),
-    "tools/sim":      ( 3209, 39,  0, "..__init__"),
+    "tools/sim":      ( 3414, 40,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
-    "tools/bench":    ( 8883, 52,  0, "..__init__ tools/sim tools/lab"),
-    "tools/predict":  (  728,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
+    "tools/bench":    ( 8976, 52,  0, "..__init__ tools/sim tools/lab"),
+    "tools/predict":  (  757,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
     "tools/report":   ( 3234, 11,  0, "errors tools/bench tools/predict"),
     "tools/demo":     (  114,  0,  0, "tools/lab tools/bench tools/report"),
     "tools/doctor":   (   82,  0,  0, "..__init__ tools/lab"),
-    "tools/cli":      ( 1688,  2,  0, "..tools/doctor"),
+    "tools/cli":      ( 1709,  2,  0, "..tools/doctor"),
     "__main__":       (    5,  0,  0, "tools/cli"),
 }  # fmt: skip
 

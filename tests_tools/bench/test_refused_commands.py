@@ -182,7 +182,7 @@ SIM = [
     ("--sharded --forward -1", "forward=-1"),
     ("--sharded --coordinated", "leave --validate, --partitions and --coordinated out"),
     ("--methods fsdp-fp32", "--methods: is for a step under FSDP2: give --sharded"),
-    ("--forward 1", "--forward: is for a step under FSDP2"),
+    ("--forward 1", "--forward: is of a whole step: give --sharded or --cross-barrier"),
     ("--blocking", "--blocking: is for a step under FSDP2"),
 ]
 PLAN = [

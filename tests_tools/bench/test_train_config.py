@@ -39,6 +39,26 @@ def test_names_are_read_into_options() -> None:
         methods.parse(name).check(2, [("a", (64, 64))])
 
 
+def test_what_ddp_does_is_no_option_of_a_codec() -> None:
+    for name, *expected in (
+        ("powersgd:rank=8:bucket_mb=1:cross_barrier=true", 1, True, {"rank": 8}),
+        ("gradwire:qsgd:cross_barrier=false", None, False, {}),
+        ("gradwire-qsgd4:cross_barrier=true", None, True, {"bits": 4}),
+        ("torch-fp16-hook:bucket_mb=0.5", 0.5, False, {"dtype": "fp16"}),
+        ("truncate:ratio=4:bucket_mb=2", 2, False, {"ratio": 4}),
+    ):
+        method = methods.parse(name)
+        options = {key: one for key, one in method.options.items() if key != "codec"}
+        assert [method.bucket_mb, method.cross_barrier, options] == expected
+        method.check(2, [("a", (64, 64))])
+        if name != "gradwire:qsgd:cross_barrier=false":
+            with pytest.raises(ConfigError, match="are for `bench train`"):
+                method.alone()
+    for name in ("qsdp:w=8:g=8:cross_barrier=true", "fsdp-bf16:bucket_mb=1", "qsgd:bucket_mb=1"):
+        with pytest.raises(ConfigError, match=f"{name}.* is for DDP"):
+            TrainConfig(sharded=True, methods=(name,)).check()
+
+
 # Of FSDP2: a name, the codecs of weights and gradients, and options of `attach`.
 LEARNED, SHIFT = "learnedlevels:rounding=stochastic", "randomshift"
 SHARDED: tuple[tuple[str, str | None, str, dict[str, Any]], ...] = (
@@ -76,6 +96,14 @@ WRONG_METHODS = (
     ("qsgd:scale=foo:policy=lgreco", "must be .*'l2'$"),
     ("qsgd:policy=lgreco:every=-1", "method 'qsgd:policy=lgreco:every=-1': Replan: every=-1"),
     ("gradwire:qsgd:bits=99", "bits"),
+    ("qsgd:cross_barrier=1", "cross_barrier=1: use true or false"),
+    ("torch-fp32:cross_barrier=true", "is for methods of a codec or aggregator of gradwire's"),
+    ("auto:cross_barrier=true", "auto and flexible time each step"),
+    ("flexible:cross_barrier=true", "auto and flexible time each step"),
+    ("truncate:ratio=2:cross_barrier=true", "torch's hooks end with backward"),
+    ("qsgd:bucket_mb=0", "bucket_mb=0: give MiB, a number above 0"),
+    ("torch-powersgd:rank=4:bucket_mb=1", "torch's PowerSGD needs one bucket"),
+    ("torch-fp32:bits=1", "method torch-fp32 has no option 'bits': use one of bucket_mb"),
     ("truncate:ratio=0.5", "write truncate:ratio=N, with a number of 1 or more"),
     ("truncate:ratio=nan", "write truncate:ratio=N"),
     ("truncate:ratio=many", "write truncate:ratio=N"),

@@ -137,6 +137,31 @@ def test_limits_and_many_ranks(file: str) -> None:
     assert row["seconds"] > row["limit_seconds"]
 
 
+def test_steps_with_and_without_the_barrier(file: str, tmp_path: Path) -> None:
+    small = ["--model", "256x256,256x256,256x256", "--backward", "1e-3", "--cross-barrier"]
+    sizes = ["--sweep", "bucket_mb=0.25,25"]
+    rows = rows_of(file, *small, *sizes, "--plot", str(tmp_path / "plot.svg"))
+    of_steps = {"cross_barrier", "barrier_seconds", "forward_seconds"}
+    assert [row.keys() for row in rows] == [KEYS | of_steps | {"sweep", "value"}] * 2
+    assert [row["buckets"] for row in rows] == [3, 1]
+    assert {row["forward_seconds"] for row in rows} == {5e-4}
+    (row,) = rows_of(file, *small, "--bucket-mb", "0.25", "--forward", "2e-3")
+    assert (row["forward_seconds"], row["buckets"]) == (2e-3, 3)
+    assert row["barrier_seconds"] > row["seconds"]
+    assert " barrier (ms) " in command_line.run("sim", "--curves", file, *small).out
+    for wrong, told in (
+        (["--cross-barrier"], "--cross-barrier: averages go on while the next forward computes"),
+        (["--forward", "1"], "--forward: is of a whole step"),
+        (["--bucket-mb", "0"], "bucket_mb=0: give MiB"),
+        (["--sharded", "--cross-barrier"], "are for DDP: FSDP2 sends group by group"),
+        (["--sharded", "--bucket-mb", "1"], "are for DDP: FSDP2 sends group by group"),
+        (["--validate", "--bucket-mb", "1"], "--validate: leave --cross-barrier"),
+        (["--codec", "qsgd:cross_barrier=true"], "are for `bench train`"),
+    ):
+        said = command_line.run("sim", "--curves", file, *wrong)
+        assert (said.code, told in " ".join(said.err.split())) == (2, True), (wrong, said.err)
+
+
 OF_SHARDED = {
     "sharded", "groups", "forward_seconds", "blocking", "weights_wire_bytes",
     "gradients_wire_bytes", "ratio",

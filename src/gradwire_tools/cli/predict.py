@@ -27,7 +27,13 @@ def sim(
     method_names: Annotated[
         Text, Option("--methods", help="With --sharded: as of bench train --sharded.")
     ] = None,
-    forward: Annotated[Real, number("With --sharded: its seconds; half of --backward.")] = None,
+    bucket_mb: Annotated[Real, number("MiB at which DDP closes a bucket.")] = None,
+    cross_barrier: Annotated[
+        bool, Option("--cross-barrier", help="Steps that do not wait for their last averages, too.")
+    ] = False,
+    forward: Annotated[
+        Real, number("With --sharded or --cross-barrier: its seconds; half of --backward.")
+    ] = None,
     blocking: Annotated[
         bool, Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
     ] = False,
@@ -63,18 +69,27 @@ def sim(
         "accumulate": accumulate,
         "undeferred": undeferred,
     }
-    of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
+    of_sharded = {"--methods": method_names, "--blocking": blocking or None}
     of_sharded |= {
         f"--{n}": None if given == (n != "undeferred") else given for n, given in hsdp.items()
     }
     for option, given in of_sharded.items():
         if given is not None and not sharded:
             raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")
+    if forward is not None and not (sharded or cross_barrier):
+        raise ConfigError("--forward: is of a whole step: give --sharded or --cross-barrier, too")
+    if sharded and (cross_barrier or bucket_mb is not None):
+        raise ConfigError(
+            "--cross-barrier and --bucket-mb are for DDP: FSDP2 sends group by group, and gathers "
+            "the next layer's weights while this one computes: leave them out"
+        )
     if sharded and codec_name is not None:
         raise ConfigError(
             f"--codec {codec_name}: a step under FSDP2 has codecs of weights and of gradients: "
             "give --methods, as in qsdp:w=8:g=8"
         )
+    if validate and (cross_barrier or bucket_mb is not None):
+        raise ConfigError("--validate: leave --cross-barrier and --bucket-mb out")
     if sharded and (validate or partitions is not None or coordinated):
         raise ConfigError("--sharded: leave --validate, --partitions and --coordinated out")
     with output(json_file) as out:
@@ -103,8 +118,14 @@ def sim(
             columns += ["ratio", "of_limit"]
         else:
             codecs = names("--codec", codec_name) or ["qsgd"]
-            wanted = simulate.WantedCollectives(codecs=codecs, **common)
+            of_ddp: dict[str, Any] = {
+                "bucket_mb": bucket_mb,
+                "cross_barrier": cross_barrier,
+                "forward": forward,
+            }
+            wanted = simulate.WantedCollectives(codecs=codecs, **of_ddp, **common)
             columns = ["codec", "algorithm", "seconds", "wire_bytes", "of_limit", "exact"]
+            columns[2:2] = ["barrier_seconds"] if cross_barrier else []
         rows = out.quiet(simulate.run(wanted))
         if sweep:
             columns.insert(0, rows[0]["sweep"])

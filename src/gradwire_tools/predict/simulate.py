@@ -2,7 +2,8 @@
 
 A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
 wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (of the
-curves), and sweep and value where a parameter was swept (docs/laboratory/simulator.md).
+curves), with --cross-barrier cross_barrier, barrier_seconds and forward_seconds, and sweep and
+value where a parameter was swept (docs/laboratory/simulator.md).
 """
 
 from __future__ import annotations
@@ -27,22 +28,28 @@ from gradwire_tools.bench.train import methods
 from gradwire_tools.predict import sim_sweep
 from gradwire_tools.predict.sim_sweep import Point
 from gradwire_tools.sim import Curves, Scenario, curves, predict
+from gradwire_tools.sim.crossing import predict_crossing
+from gradwire_tools.sim.predict import check_seconds
 
 _SIM = (
     "codec:text algorithm:text model:text ranks:positive seconds:amount wire_bytes:amount "
     "messages:count limit_seconds:amount?"
 )
+_SIM_MORE = "machine:text? cross_barrier:flag barrier_seconds:amount forward_seconds:amount"
 _SIM_MARKS = "codec backward_seconds buckets"
 _SWEPT = f"{_SIM} sweep:text value:plain"
 KINDS = (
-    row_kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="rate"),
-    row_kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="latency"),
-    row_kind("sim", f"{_SIM_MARKS} sweep", f"{_SWEPT} net:text", "machine:text?"),
-    row_kind("sim", _SIM_MARKS, f"{_SIM} net:text", "machine:text?"),
+    row_kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", _SIM_MORE, sweep="rate"),
+    row_kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", _SIM_MORE, sweep="latency"),
+    row_kind("sim", f"{_SIM_MARKS} sweep", f"{_SWEPT} net:text", _SIM_MORE),
+    row_kind("sim", _SIM_MARKS, f"{_SIM} net:text", _SIM_MORE),
 )
 
 NO_CURVES = Curves("none", 1, {})
-SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
+SWEPT = (
+    *("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions"),
+    "bucket_mb",
+)
 
 Row = dict[str, Any]
 Method = Codec | Aggregator
@@ -109,22 +116,38 @@ class WantedCollectives(WantedStep):
     Attributes:
         codecs: codecs or aggregators, NAME or NAME:OPTION=VALUE:..., where error_feedback=true
             keeps residuals.
+        bucket_mb: at which DDP closes a bucket; None: as DDP does unless told.
+        cross_barrier: whether steps are predicted with and without their barrier.
+        forward: seconds of computing, for cross_barrier; None: half of `backward`.
     """
 
     codecs: Sequence[str] = ("qsgd",)
+    bucket_mb: float | None = None
+    cross_barrier: bool = False
+    forward: float | None = None
 
     def cases(self, point: Point) -> Iterator[Case]:
         for text in self.codecs:
             for algorithm in self.algorithms:
                 scenario = self._scenario(text, algorithm, point)
                 row = {"method": f"gradwire:{text}", "codec": text}
-                yield row, scenario.priced, partial(predict, scenario)
+                predicted = partial(predict, scenario)
+                if self.cross_barrier:
+                    forward = scenario.backward / 2 if self.forward is None else self.forward
+                    if not forward:
+                        raise ConfigError(
+                            "--cross-barrier: averages go on while the next forward computes: give "
+                            "--backward or --forward, in seconds"
+                        )
+                    check_seconds("forward", forward)
+                    predicted = partial(predict_crossing, scenario, forward)
+                yield row, scenario.priced, predicted
 
     def _scenario(self, text: str, algorithm: str, point: Point) -> Scenario:
-        options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
+        options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").alone())
         if point.name is not None and point.name not in SWEPT:
             swept = f"gradwire:{text.split(':')[0]}:{point.name}={point.value}"
-            options.update(methods.parse(swept).options)
+            options.update(methods.parse(swept).alone())
         feedback = options.pop("error_feedback", False)
         if not isinstance(feedback, bool):
             raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
@@ -138,7 +161,13 @@ class WantedCollectives(WantedStep):
             known = f"--sweep {point.name}: {use_one_of(point.name, SWEPT)}"
             raise ConfigError(f"{known}, or an option of the codec: {error}") from None
         common = self.at(point, algorithm)
-        return Scenario(codec=codec, model=self.model, feedback=feedback, **common)
+        megabytes = point.number("bucket_mb", self.bucket_mb)
+        if megabytes is not None and not 0 < megabytes < 1e6:
+            raise ConfigError(f"bucket_mb={megabytes:g}: give MiB, a number above 0")
+        closed = None if megabytes is None else max(1, int(megabytes * (1 << 20)))
+        return Scenario(
+            codec=codec, model=self.model, feedback=feedback, bucket_bytes=closed, **common
+        )
 
 
 def method(name: str, **options: Any) -> Method:

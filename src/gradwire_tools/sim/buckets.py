@@ -4,8 +4,8 @@ of collectives that their aggregators ask for."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,6 +22,7 @@ from gradwire.handles.coalescing import Coalescing, Split
 from gradwire.lang import rng
 from gradwire.planner.plan import ParameterPlan, Plan
 from gradwire_tools.sim.curves import Curves
+from gradwire_tools.sim.rank import TimedGraph
 
 # DDP closes a bucket when it reaches its size limit. The first is small, so that sending starts
 # early.
@@ -39,11 +40,13 @@ class DdpScope:
         ready: how many values of the model have gradients once all of theirs are there.
         members: the parameters.
         rounds: their collectives, round by round.
+        buckets: those that they are from, by number.
     """
 
     ready: int
     members: tuple[ParameterPlan, ...]
     rounds: tuple[tuple[Part, ...], ...]
+    buckets: tuple[int, ...] = ()
 
     @property
     def parts(self) -> list[Part]:
@@ -55,6 +58,10 @@ class DdpScope:
         """The members whose aggregators compute outside of kernels."""
         heavy = [p for p in self.members if p.inner != Dense()]
         return [p for p in heavy if p.codec is None or p.inner.scope == "model"]
+
+    def timed(self, graphs: Iterator[TimedGraph]) -> list[list[TimedGraph]]:
+        """The next of a rank's graphs, round by round."""
+        return [[next(graphs) for _ in of_round] for of_round in self.rounds]
 
     def seconds(self, curves: Curves, ranks: int) -> list[float]:
         """What aggregators compute before each round, and after the last.
@@ -71,25 +78,36 @@ class DdpScope:
         return seconds
 
 
-def ddp_scopes(plan: Plan, world_size: int) -> list[DdpScope]:
+def ddp_buckets(plan: Plan, most_bytes: int | None = None) -> list[list[ParameterPlan]]:
+    """The parameters of each bucket; `most_bytes` closes one, or DDP's own numbers, where None."""
+    buckets: list[list[ParameterPlan]] = [[]]
+    for parameter in reversed(plan.parameters):
+        usual = _BYTES if len(buckets) > 1 else _FIRST_BYTES
+        if _nbytes(buckets[-1]) >= (most_bytes or usual):
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
+
+
+def ddp_scopes(plan: Plan, world_size: int, most_bytes: int | None = None) -> list[DdpScope]:
     """The scopes of fp32 gradients under a plan, in the order in which they are started.
+
+    Args:
+        most_bytes: as of `ddp_buckets`.
 
     Raises:
         ConfigError: an aggregator asks for what is not legal, or its scope is too large to run it
             on zeros.
     """
-    buckets: list[list[ParameterPlan]] = [[]]
-    for parameter in reversed(plan.parameters):
-        if _nbytes(buckets[-1]) >= (_BYTES if len(buckets) > 1 else _FIRST_BYTES):
-            buckets.append([])
-        buckets[-1].append(parameter)
+    buckets = ddp_buckets(plan, most_bytes)
     coalescing, ready, found = Coalescing(plan.coalesce_bytes), 0, []
     for bucket in buckets:
         ready += sum(p.numel for p in bucket)
         split = Split.of([p.aggregator for p in bucket])
         for shares in coalescing.add(split, _nbytes(bucket), bucket is buckets[-1]):
             members = tuple(buckets[of.bucket][place] for of in shares for place in of.places)
-            found.append(_scope(ready, members, world_size, plan.options))
+            scope = _scope(ready, members, world_size, plan.options)
+            found.append(replace(scope, buckets=tuple(of.bucket for of in shares)))
     return found
 
 

@@ -128,6 +128,7 @@ class Scenario(SimulatedStep):
             collectives`, rather than all at once. In gloo's barrier rank r signals rank r + 2^k.
         least: matrices of fewer values are sent uncompressed.
         coalesce_bytes: as of `gradwire.attach`.
+        bucket_bytes: at which DDP closes a bucket; None: at 1 MiB the first, the others at 25.
 
     Raises:
         ConfigError: an unknown model, a codec that is not defined in the algorithm, an aggregator
@@ -139,12 +140,15 @@ class Scenario(SimulatedStep):
     barrier: bool = False
     least: int = 0
     coalesce_bytes: int = 0
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         nodes = self.options.nodes
         if nodes is not None and len(nodes) != self.ranks:
             raise ConfigError(f"nodes={nodes}: give the node of each of the {self.ranks} ranks")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes}: give a number of at least 1")
         _ = self.plan
 
     @property
@@ -168,7 +172,7 @@ class Scenario(SimulatedStep):
     @property
     def scopes(self) -> list[DdpScope]:
         """What is averaged together. Raises ConfigError as `ddp_scopes`."""
-        return ddp_scopes(self.plan, self.ranks)
+        return ddp_scopes(self.plan, self.ranks, self.bucket_bytes)
 
     @property
     def priced(self) -> set[Codec | Aggregator]:
@@ -216,8 +220,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
         left = iter(mine)
         for number, (when, scope) in enumerate(zip(ready, scopes, strict=True)):
-            rounds = [[next(left) for _ in of_round] for of_round in scope.rounds]
-            submit = partial(rank.submit, number, rounds, computing[number])
+            submit = partial(rank.submit, number, scope.timed(left), computing[number])
             rank.clock.at(starts[rank.number] + when, submit)
 
     ranks, fabric = simulate(scenario.machines(curves), graphs, begin, represented)

@@ -151,7 +151,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
     threads: list[TrainingThread] = []
 
     def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
-        thread = TrainingThread(rank, steps, mine, actions)
+        thread = TrainingThread(rank, steps, [[[graph]] for graph in mine], actions)
         threads.append(thread)
         rank.clock.at(0.0, thread.go_on)
 

@@ -1,8 +1,9 @@
-"""The training thread of one rank under FSDP2, on the virtual clock: it computes, starts gathers
-and reduce-scatters, and waits for them.
+"""The training thread of one rank, on the virtual clock: it computes, starts collectives, and waits
+for them.
 
-Collectives of one lane (gathers, or reduce-scatters) run one after the other, in the order in which
-they were started, as on FSDP2's streams; lanes run beside each other. `order` is FSDP2's:
+Collectives of one lane run one after the other, in the order in which they were started; lanes run
+beside each other. Under FSDP2 they are its streams: gathers, and reduce-scatters. Under DDP
+(`crossing`) each scope has one of its own. `order` is FSDP2's:
 
     forward   the root's gather, then those of the blocks; a block is computed once its weights have
               come, and gathers are at most two blocks ahead
@@ -24,13 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from gradwire_tools.sim.clock import Thread
-from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
+from gradwire_tools.sim.clock import Cores, Thread
+from gradwire_tools.sim.rank import Rounds, SimulatedRank
 
 
 class StepAction(NamedTuple):
     """What the training thread does: "compute" for as many seconds; "start" a collective, or "wait"
-    for its result."""
+    for its result; or "mark" the time."""
 
     do: str
     job: int = -1
@@ -42,10 +43,11 @@ class StepCollective:
     """A collective of a step.
 
     Attributes:
-        group: its group's number; the root is the last.
-        lane: "gather" or "reduce".
+        group: its group's number, of which the root is the last; or its scope's.
+        lane: "gather" or "reduce"; or a scope's own.
         before, after: kernel seconds beyond the graph's.
         hop: whether it is an all-reduce between replicas.
+        computing: seconds of its aggregators, as of `SimulatedRank.submit`.
     """
 
     group: int
@@ -53,6 +55,7 @@ class StepCollective:
     before: float = 0.0
     after: float = 0.0
     hop: bool = False
+    computing: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,12 @@ class TrainingThread:
 
     Args:
         rank: runs the collectives.
-        graphs: by job.
+        rounds: of each job.
+        cores: on which the thread computes; None: on the rank's.
 
     Attributes:
         ended: seconds at which the step ended.
+        marks: seconds at which it came to each mark.
         kernel_seconds: of kernels beside the collectives' own.
     """
 
@@ -174,16 +179,18 @@ class TrainingThread:
         self,
         rank: SimulatedRank,
         jobs: Sequence[StepCollective],
-        graphs: Sequence[TimedGraph],
+        rounds: Sequence[Rounds],
         actions: Sequence[StepAction],
+        cores: Cores | None = None,
     ) -> None:
         self.ended: float | None = None
+        self.marks: list[float] = []
         self.kernel_seconds = 0.0
         self._rank = rank
-        self._jobs, self._graphs = jobs, graphs
+        self._jobs, self._rounds = jobs, rounds
         self._actions = deque(actions)
-        self._thread = Thread(rank.cores)
-        self._lanes: dict[str, deque[int]] = {"gather": deque(), "reduce": deque()}
+        self._thread = Thread(cores or rank.cores)
+        self._lanes: dict[str, deque[int]] = {job.lane: deque() for job in jobs}
         self._kernels = {lane: Thread(rank.cores) for lane in self._lanes}
         self._done: set[int] = set()
         self._computes = False
@@ -198,6 +205,8 @@ class TrainingThread:
             self._actions.popleft()
             if action.do == "start":
                 self._start(action.job)
+            elif action.do == "mark":
+                self.marks.append(self._rank.clock.now)
             elif action.do == "compute":
                 self._computes = True
                 self._thread.do(action.seconds, self._computed)
@@ -216,8 +225,9 @@ class TrainingThread:
             self._begin(job)
 
     def _begin(self, job: int) -> None:
-        submit = partial(self._rank.submit, job, [[self._graphs[job]]])
-        self._kernel(job, self._jobs[job].before, submit)
+        of = self._jobs[job]
+        submit = partial(self._rank.submit, job, self._rounds[job], of.computing)
+        self._kernel(job, of.before, submit)
 
     def _arrived(self, job: int) -> None:
         self._kernel(job, self._jobs[job].after, partial(self._end, job))

@@ -100,7 +100,7 @@ def run(
         if reason is not None:
             raise ConfigError(f"device 'cuda': {reason}")
         threads = (1,)
-    given = [methods.parse(f"gradwire:{name}").options for name in codecs or codec_table.REGISTRY]
+    given = [methods.parse(f"gradwire:{name}").alone() for name in codecs or codec_table.REGISTRY]
     chosen = [codec_table.get(**dict[str, Any](options)) for options in given]
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")

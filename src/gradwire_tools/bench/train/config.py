@@ -164,6 +164,12 @@ class TrainConfig:
         Raises:
             ConfigError: there is none, or it is for the other of DDP and FSDP2.
         """
+        of_ddp = [one for one in methods.OF_DDP if f":{one}=" in name]
+        if self.sharded and of_ddp:
+            raise ConfigError(
+                f"method {name!r}: {of_ddp[0]} is for DDP: FSDP2 sends group by group, and gathers "
+                "the next layer's weights while this one computes: leave it out"
+            )
         if not self.sharded and sharded.knows(name):
             raise ConfigError(f"method {name!r} trains under FSDP2: give --sharded, too")
         if self.sharded and not sharded.knows(name) and methods.knows(name):

@@ -4,6 +4,13 @@ The worker has one run per method and interleaves them, so that a temporary slow
 affects all of them. Under FSDP2 a step may have several micro-batches: weights are gathered in
 each, gradients are reduced after the last; with replicas (HSDP), gradients are reduced among the
 shards in each, and between replicas after the last.
+
+A step is timed from fetching its batch to the end of the optimizer's step. With cross_barrier a
+step waits for the averages of the one before in its forward, so its time is from its own beginning
+to that of the next step. At the end of a turn `settle` waits for what is late, in the time of the
+last step: no other method, evaluation or network has any of it, and the seconds of a turn are those
+of its steps. In a turn of one step each step waits for its own averages, as without cross_barrier;
+from three on the median is the time of a step between two others.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ class MethodRun:
     accumulate: int = 1  # micro-batches per step
     first: int = 0  # the step at which this run began: not 0 where it goes on after one that ended
     step: int = 0  # how many are trained
-    # Since `first`, from fetching the batch to the end of the optimizer's step.
+    # Since `first`; see above.
     step_seconds: list[float] = field(default_factory=list)
     link_bytes: int | None = None  # that left this node's interface in steps; None without a lab
     # Sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch's methods.
@@ -96,15 +103,28 @@ class MethodRun:
     def train(self, steps: int) -> None:
         """`steps` more steps. Those that are thrown away take time, and are not counted."""
         for _ in range(steps):
-            sent, start = interface_bytes(), time.perf_counter()
-            self.one_step()
-            while not self.applied.stepped():
+            self.step_seconds.append(0.0 if self.step_seconds else self.applied.setup_seconds)
+            with self._counted():
                 self.one_step()
-            setup = 0.0 if self.step_seconds else self.applied.setup_seconds
-            self.step_seconds.append(setup + time.perf_counter() - start)
-            if sent is not None:
-                self.link_bytes = (self.link_bytes or 0) + (interface_bytes() or 0) - sent
+                while not self.applied.stepped():
+                    self.one_step()
             self.step += 1
+
+    def settle(self) -> None:
+        """Wait for averages that the last step has left late, in its time."""
+        if self.method.cross_barrier and self.step_seconds:
+            with self._counted():
+                for parameter in self.model.parameters():
+                    parameter.detach()  # which waits, as any use of it does
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Adds what is done within to the last step's seconds, and to the interface's bytes."""
+        sent, start = interface_bytes(), time.perf_counter()
+        yield
+        self.step_seconds[-1] += time.perf_counter() - start
+        if sent is not None:
+            self.link_bytes = (self.link_bytes or 0) + (interface_bytes() or 0) - sent
 
     def one_step(self) -> None:
         """Take one step, which is not counted."""

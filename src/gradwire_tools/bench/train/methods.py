@@ -10,6 +10,11 @@ an option of both. Two decide by what they measure: `auto`, with options of `gra
 (`auto:trial=4`), and `flexible`, density and collective of top-k, with those of `gradwire.Flexible`
 and `gradwire.Triggers` (`flexible:steps=5:rest=200`). What these two measure before the first step,
 and the steps that they throw away, count as training time; after a run is resumed, they begin anew.
+
+Any method but torch's PowerSGD may say how large DDP's buckets are, in MiB (`bucket_mb=1`), and one
+that sends by a codec or aggregator whether steps wait for their last averages
+(`qsgd:bits=4:cross_barrier=true`: they do not, `gradwire.attach`).
+
 Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R`, which sends only
 the first 1/ratio of each bucket, uncompressed: a bound on what compressing could pay (CGX Fig. 1;
 THESIS C.2, Fig. C.1), a codec of that ratio that takes no time. The rest arrives as zeros, so that
@@ -71,6 +76,7 @@ _OF_REPLAN = tuple(name for name in _names(gradwire.Replan) if name != "policy")
 _OF_POLICY = "policy."  # before an option of the policy's own
 _OF_AUTO = _names(gradwire.Auto)
 _OF_TRIGGERS = _names(Triggers)
+OF_DDP = ("bucket_mb", "cross_barrier")  # what DDP does, whatever averages
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ class Method:
     name: str
     kind: str  # which function of `_APPLY` puts it on a model
     options: Options = field(default_factory=dict)  # what that function is given
-    bucket_mb: int | None = None  # DDP's `bucket_cap_mb`; None for its default
+    bucket_mb: float | None = None  # DDP's `bucket_cap_mb`; None for its default
+    cross_barrier: bool = False  # whether a step leaves its last averages to the next forward
     timing_only: bool = False  # only shows what a step can cost: it does not train the model
 
     learned = False  # whether levels are learned in training
@@ -128,6 +135,7 @@ class Method:
         """
         if self.automatic:
             raise ConfigError(f"method {self.name!r} has no codec of its own: use `bench train`")
+        self._check_alone()
         aggregator, options = self._made()
         if "policy" in self.options:
             raise ConfigError(f"method {self.name!r}: a policy is for `bench train`")
@@ -137,6 +145,21 @@ class Method:
                 "compares such methods"
             )
         return aggregator.codec, options
+
+    def alone(self) -> Options:
+        """Of a method of gradwire's, the codec and options, where there is no step of DDP.
+
+        Raises:
+            ConfigError: it says how DDP trains.
+        """
+        self._check_alone()
+        return self.options
+
+    def _check_alone(self) -> None:
+        if self.cross_barrier or self.bucket_mb is not None:
+            raise ConfigError(
+                f"method {self.name!r}: options {' and '.join(OF_DDP)} are for `bench train`"
+            )
 
     @property
     def automatic(self) -> bool:
@@ -183,16 +206,18 @@ class Method:
         """Registers the method's communication hook on `model`, once, before its first step.
 
         Args:
-            optimizer: of the model; `flexible` needs it.
+            optimizer: of the model; `flexible` and cross_barrier need it.
 
         Raises:
             ConfigError: gradwire does not know the codec or an option.
         """
         begun = time.perf_counter()
-        if self.kind != FLEXIBLE:
+        if self.kind != FLEXIBLE and not self.cross_barrier:
             applied = _APPLY[self.kind](model, self.options)
         elif optimizer is None:
             raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
+        elif self.cross_barrier:
+            applied = of_handle(attach(model, self.options, optimizer))
         else:
             applied = _flexible(model, optimizer, self.options)
         seconds = time.perf_counter() - begun
@@ -233,15 +258,20 @@ def parse(text: str) -> Method:
     ours = {**codecs.REGISTRY, **registry.REGISTRY}
     if kind in {*ours, AUTO, FLEXIBLE}:
         kind, rest = "gradwire", text
-    if kind not in _NUMBERS and (kind != "gradwire" or not rest):
+    if kind not in _NUMBERS and (not rest or kind not in {*NAMED, "gradwire"}):
         several = "CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec list`"
         known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, several]
         others = {name: name for name in ours}
         raise ConfigError(f"unknown method {text!r}: {use_one_of(kind, known, others)}")
     try:
-        codec, options = parse_text(text if kind in _NUMBERS else rest)
+        codec, options = parse_text(rest if kind == "gradwire" else text)
     except ConfigError as error:
         raise ConfigError(f"method {error}") from error
+    of_ddp = {name: options.pop(name) for name in OF_DDP if name in options}
+    return _under_ddp(_parsed(text, kind, codec, options), **of_ddp)
+
+
+def _parsed(text: str, kind: str, codec: str, options: Options) -> Method:
     if kind in _NUMBERS:
         name, whole, base = _NUMBERS[kind]
         value = options.get(name)
@@ -250,11 +280,34 @@ def parse(text: str) -> Method:
             what = "a whole number" if whole else "a number"
             raise ConfigError(f"method {text!r}: write {kind}:{name}=N, with {what} of 1 or more")
         return replace(base, name=text, options=options)
+    if kind in NAMED:
+        for name in options:
+            raise ConfigError(f"method {kind} has no option {name!r}: {use_one_of(name, OF_DDP)}")
+        return replace(NAMED[kind], name=text)
     if "codec" in options:
         raise ConfigError(f"method {text!r}: option 'codec' is given twice")
     if codec == FLEXIBLE:
         return Method(text, FLEXIBLE, options)
     return Method(text, "gradwire", {"codec": codec, **options})
+
+
+def _under_ddp(method: Method, bucket_mb: Any = None, cross_barrier: Any = False) -> Method:
+    """A method with options of `OF_DDP`; raises ConfigError where they have no meaning."""
+    of = f"method {method.name!r}"
+    if bucket_mb is not None:
+        if method.bucket_mb is not None:
+            raise ConfigError(f"{of}: torch's PowerSGD needs one bucket: leave bucket_mb out")
+        if type(bucket_mb) not in (int, float) or not 0 < bucket_mb < 1e6:
+            raise ConfigError(f"{of}: bucket_mb={bucket_mb}: give MiB, a number above 0")
+        method = replace(method, bucket_mb=bucket_mb)
+    if not isinstance(cross_barrier, bool):
+        raise ConfigError(f"{of}: cross_barrier={cross_barrier}: use true or false")
+    if cross_barrier and (method.kind != "gradwire" or method.automatic):
+        raise ConfigError(
+            f"{of}: cross_barrier is for methods of a codec or aggregator of gradwire's: "
+            "torch's hooks end with backward, and auto and flexible time each step that they try"
+        )
+    return replace(method, cross_barrier=cross_barrier)
 
 
 def knows(text: str) -> bool:
@@ -264,8 +317,13 @@ def knows(text: str) -> bool:
     return False
 
 
-def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
+def attach(
+    model: DistributedDataParallel, options: Options, crossing: torch.optim.Optimizer | None = None
+) -> gradwire.Handle:
     """A handle, by the options of a method of gradwire's.
+
+    Args:
+        crossing: the optimizer whose steps do not wait for their last averages; None: all wait.
 
     Raises:
         ConfigError: gradwire does not know one of them.
@@ -277,6 +335,8 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
     if least:
         named = model.module.named_parameters()
         given["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
+    if crossing is not None:
+        given |= {"optimizer": crossing, "cross_barrier": True}
     how = gradwire.Options(**run)
     return compiled(gradwire.attach(model, options=how, **given, **own))
 

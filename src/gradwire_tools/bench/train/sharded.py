@@ -86,6 +86,8 @@ class ShardedMethod:
     watches = False  # the network, while it trains
     replaces_momentum = False
 
+    cross_barrier = False  # FSDP2 gathers weights layer by layer
+
     @property
     def timing_only(self) -> bool:
         return self.ratios is not None

@@ -7,7 +7,8 @@
 - `finished`: of a method and a seed, what a summary has of its steps.
 
 The methods of a group are interleaved: each trains up to the next evaluation, in an order that
-rotates. Their clocks exclude evaluation.
+rotates. Their clocks exclude evaluation. A turn ends once its averages are there, also those that
+cross_barrier leaves late (`method_run`).
 """
 
 from __future__ import annotations
@@ -129,8 +130,12 @@ class Training:
 
     def _step(self, run: MethodRun, until: int, skipped: int) -> None:
         while run.step < until:
+            if self.schedule.at(run.step, self.steps, sum(run.step_seconds)) != self.net:
+                run.settle()
             self.follow(run.step, run.step_seconds)
             run.train(1)
+            if run.step == until:
+                run.settle()
             if run.step == skipped:
                 run.counted_from = run.traffic()["wire_bytes"]
             if time.monotonic() - self.told_at >= _STEP_EVENT_SECONDS:
