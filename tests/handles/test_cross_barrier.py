@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 from unittest import mock
@@ -17,8 +18,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import gradwire as gw
 from ranks import on
-from rooms.handles import Awaited, cross_barrier
-from training import flat, mlp, same_everywhere
+from rooms.decide import Pass, Passes, Use
+from rooms.handles import Awaited, Urgency, cross_barrier
+from training import everywhere, flat, mlp, same_everywhere
 
 pytestmark = pytest.mark.multiprocess
 
@@ -181,7 +183,7 @@ def test_first_layers_go_first_once_ranks_have_agreed(rank: int) -> None:
     handle = gw.attach(model, optimizer=optimizer, cross_barrier=True,
                        options=gw.Options(coalesce_bytes=0))  # fmt: skip
     urgency, buckets, sent = handle._reductions._crossing.urgency, handle._reductions, []
-    start = buckets._start
+    start, orders = buckets._start, []
 
     def started(shares: Any) -> None:
         sent.append(shares[0].bucket)
@@ -192,17 +194,48 @@ def test_first_layers_go_first_once_ranks_have_agreed(rank: int) -> None:
         urgency._seen = [(1 - rank, len(sent))]
 
     with mock.patch.multiple(buckets, _start=started), mock.patch.object(urgency, "note", note):
-        for step in range(16):
+        for step in range(24):
             model(inputs(step)).square().mean().backward()
             optimizer.step()
-            plain = [*range(len(sent))]
-            assert sent in (plain, plain[:2] + plain[:1:-1])
-            reversed_ = sent != plain
+            orders.append([*sent])
             sent.clear()
             buckets.runner.wait()
-    assert reversed_
-    assert urgency.eager == 2
+    plain = [*range(len(orders[-1]))]
+    ordered = plain[:3] + plain[:2:-1]
+    assert orders.count(ordered) >= 6
+    assert all(one in (plain, ordered) for one in orders[2:])
+    assert everywhere(orders) == [orders] * 2
+    assert everywhere(urgency.eager) == [urgency.eager] * 2
     assert same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize(("after", "kept"), [(0.9, 5), (1.1, None)])
+def test_the_order_stays_if_the_slowest_rank_is_faster(after: float, kept: int | None) -> None:
+    urgency = Urgency(window=2)
+    for ended in (1, 3, 2):
+        urgency.begin()
+        assert urgency.order([[number] for number in range(9)], True)[-1] == [8]
+        urgency.ended = ended
+        urgency.note()
+    script = urgency.script("it")
+    command = next(script)
+    with suppress(StopIteration):
+        while True:
+            if isinstance(command, Passes):
+                seconds = 1.0 if urgency.eager is None else after
+                answer: Any = [Pass(n, 0, seconds) for n in range(command.count)]
+            elif isinstance(command, Use):
+                command.then()
+                answer = None
+            elif command.key.endswith("gains"):
+                answer = [command.value, [0.8, 0.2]]
+            else:
+                answer = [[3, [9]], command.value]
+            command = script.send(answer)
+    assert urgency.eager == kept
+    urgency.begin()
+    numbers = [one[0] for one in urgency.order([[number] for number in range(9)], True)]
+    assert numbers == ([*range(5), 8, 7, 6, 5] if kept else [*range(9)])
 
 
 @on(2)

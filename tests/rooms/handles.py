@@ -15,4 +15,5 @@ from gradwire.handles.metrics import Metrics, Sampler
 from gradwire.handles.payloads import Payloads, _most
 from gradwire.handles.sections import aggregators_section, steps_section
 from gradwire.handles.switch import Switch
+from gradwire.handles.urgency import Urgency as Urgency
 from gradwire.handles.wrapped import original, plain_name, plain_names

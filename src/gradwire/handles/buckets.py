@@ -97,7 +97,8 @@ class Buckets(Reductions):
             from gradwire.handles.cross_barrier import CrossBarrier  # loaded on use
 
             names = {p: name for name, p in reversed([*named])}
-            self._crossing = CrossBarrier(model, optimizer, names, self._wait)
+            of = model, optimizer, names, self._wait, owner.core.window
+            self._crossing = CrossBarrier(*of)
             # After the first pass DDP makes its buckets anew, and may move gradients.
             begin = self._crossing.begin
             self.backward.begins = lambda: begin(first=not self.known)

@@ -63,6 +63,7 @@ class CrossBarrier:
     Args:
         names: of its parameters.
         wait: for a bucket; raises what its average ended with.
+        window: how many scopes may be in flight.
 
     Attributes:
         crosses: whether the running backward leaves its averages late.
@@ -75,9 +76,10 @@ class CrossBarrier:
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
         wait: Callable[[Bucket], None],
+        window: int,
     ) -> None:
         self.crosses = False
-        self.urgency = Urgency()
+        self.urgency = Urgency(window)
         self._model, self._names, self._wait = model, names, wait
         self._late: dict[Bucket, list[Late]] = {}
         self._lock = threading.RLock()

@@ -2,15 +2,18 @@
 
 Backward ends with the gradients that the next forward needs first. So scopes that the network would
 not have begun before the end of backward wait until then, and go in the order of the forward (P3,
-ByteScheduler). How many go before is counted once, and agreed: all ranks have one order.
+ByteScheduler). How many go before is counted once, and agreed: all ranks have one order, which
+stays if the slowest rank's steps are faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import median
 
-from gradwire.decide.scripts import Passes, Script, Tell, Use
+from gradwire.decide.scripts import UNTIMED, Passes, Script, Tell, Use
 from gradwire.handles.coalescing import Share
 from gradwire.planner import Plan
 
@@ -23,12 +26,16 @@ _COUNTED = 5  # passes
 class Urgency:
     """The scopes of one module's passes.
 
+    Args:
+        window: how many may be in flight.
+
     Attributes:
         eager: how many go as they come; None: all.
         ended: how many of this pass have ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        self._window = window
         self.eager: int | None = None
         self.ended = 0
         self._come = 0
@@ -60,18 +67,24 @@ class Urgency:
         self._seen = [*self._seen[1 - _COUNTED :], (self.ended, self._come)]
 
     def script(self, key: str) -> Script:
-        """Counts, and agrees with the other ranks."""
-        yield Passes(_SETTLING + _COUNTED)
+        """Counts, agrees with the other ranks, and keeps the order if steps are faster."""
+        plain = yield Passes(_SETTLING + _COUNTED)
         seen = [*self._seen]
-        begun = 1 + max((ended for ended, _ in seen), default=0)  # one is in flight
+        begun = self._window + max((ended for ended, _ in seen), default=0)
         told = yield Tell(f"{key}/urgency", [begun, sorted({come for _, come in seen})])
         eager, come = max(begun for begun, _ in told), told[0][1]
-        if all(one == come for _, one in told) and len(come) == 1 and eager < come[0] - 1:
+        if any(one != come for _, one in told) or len(come) != 1 or eager >= come[0] - 1:
+            return
+        yield Use(_as_it_is, partial(self._send, eager))
+        yield Passes(UNTIMED - 1)
+        ordered = yield Passes(_COUNTED)
+        seconds = [median(one.seconds for one in of[-_COUNTED:]) for of in (plain, ordered)]
+        every = yield Tell(f"{key}/urgency gains", seconds)
+        if max(after for _, after in every) >= max(before for before, _ in every):
+            yield Use(_as_it_is, partial(self._send, None))
 
-            def begin() -> None:
-                self.eager = eager
-
-            yield Use(_as_it_is, begin)
+    def _send(self, eager: int | None) -> None:
+        self.eager = eager
 
 
 def _as_it_is(plan: Plan) -> Plan:

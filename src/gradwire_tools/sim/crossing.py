@@ -4,8 +4,8 @@
     without it           the next forward waits, bucket by bucket, as it comes to their parameters
 
 Layers share forward and backward by their values. Scopes beyond `eager` wait for the end of
-backward, and go in the order of the forward; `eager` is counted in a step with the barrier, as
-gradwire.handles.urgency does. What optimizers take is not counted, in either.
+backward, and go in the order of the forward, if steps are faster so; `eager` is counted in a step
+with the barrier, as gradwire.handles.urgency does. What optimizers take is not counted, in either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire_tools.sim.clock import Cores
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.predict import Scenario, check_seconds, predict
-from gradwire_tools.sim.rank import SimulatedRank, TimedGraph
+from gradwire_tools.sim.rank import WINDOW, SimulatedRank, TimedGraph
 from gradwire_tools.sim.run import simulate
 from gradwire_tools.sim.training import StepAction, StepCollective, TrainingThread
 
@@ -144,8 +144,9 @@ def predict_crossing(scenario: Scenario, forward: float, curves: Curves) -> dict
         return [(rank, thread.marks) for rank, thread in zip(ranks, threads, strict=True)]
 
     barrier = walk(crosses=False)
-    eager = 1 + max(_ended(*one, len(scopes)) for one in barrier)  # one is in flight
-    seconds = _mean(walk(True, eager if eager < len(scopes) - 1 else None))
+    eager = WINDOW + max(_ended(*one, len(scopes)) for one in barrier)
+    orders = [None, eager] if eager < len(scopes) - 1 else [None]
+    seconds = min(_mean(walk(True, order)) for order in orders)
     limit = row["limit_seconds"]
     limit = None if limit is None else max(limit, forward + scenario.backward)
     return {

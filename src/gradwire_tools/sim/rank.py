@@ -19,6 +19,8 @@ from gradwire_tools.sim.clock import Clock, Cores, Thread
 from gradwire_tools.sim.fabric import Fabric
 from gradwire_tools.sim.symmetry import Symmetry
 
+WINDOW = 2  # scopes in flight, of an owner
+
 
 @dataclass(frozen=True)
 class TimedGraph:
@@ -118,7 +120,7 @@ class SimulatedRank:
         cores: Cores,
         fabric: Fabric,
         overheads: Overheads,
-        window: int = 2,
+        window: int = WINDOW,
     ) -> None:
         self.number = number
         self.node = node
