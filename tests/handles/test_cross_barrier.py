@@ -209,6 +209,31 @@ def test_a_late_step_does_not_see_where_it_is_made(rank: int, what: str) -> None
     assert steps.call_count
 
 
+def _backwards(ddp: DDP, step: int, what: str) -> torch.Tensor:
+    """A backward of the module, and then one that was recorded before it."""
+    if what == "penalty":
+        other = sum(p.square().sum() for p in ddp.parameters())
+    elif what == "module":
+        other = ddp.module(inputs(100 + step)).square().mean()
+    else:
+        with ddp.no_sync():
+            other = ddp(inputs(100 + step)).square().mean()
+    ddp(inputs(step)).square().mean().backward()
+    return other  # type: ignore[return-value]
+
+
+@on(2, "penalty", "module", "no_sync")
+def test_a_backward_that_is_not_the_modules_adds_to_averages(rank: int, what: str) -> None:
+    def run(crosses: bool) -> list[torch.Tensor]:
+        return simply(
+            crosses, mlp(20, 40, 40, 20), loss_of=lambda ddp, step: _backwards(ddp, step, what)
+        )
+
+    expected = run(False)
+    with late():
+        assert same(run(True), expected)
+
+
 @on(2)
 def test_two_modules_and_a_changing_plan(rank: int) -> None:
     def run(crosses: bool) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
 from gradwire.errors import ConfigError
 from gradwire.handles.awaited import arrive, can_be_awaited, release, withhold
@@ -94,6 +95,10 @@ class CrossBarrier:
         ]
         # Before the engine ends, for which peers would wait.
         Finalize(self, _land_at_exit, (weakref.ref(self),), exitpriority=1)
+        # Autograd adds to a gradient unseen, as in a backward of a penalty alone.
+        self._hooks += [
+            p.register_hook(_before_accumulation(weakref.ref(p))) for p in names if p.requires_grad
+        ]
         for module in model.module.modules():
             if module._parameters:
                 hook = ModuleHook(_arrive_at, records=False)
@@ -291,6 +296,13 @@ class _BeforeForward(ModuleHook):
 
 def _is_there(bucket: Bucket) -> bool:
     return bucket.ended.is_set()
+
+
+def _before_accumulation(of: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        arrive(of())
+
+    return unserializable_hook(hook)  # type: ignore[no-any-return]
 
 
 def _arrive_at(module: torch.nn.Module, *_: object) -> None:
