@@ -234,6 +234,46 @@ def test_a_backward_that_is_not_the_modules_adds_to_averages(rank: int, what: st
         assert same(run(True), expected)
 
 
+class Derived(torch.optim.AdamW):
+    """Its step is its base's, whose hooks run within it."""
+
+    per_parameter = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@on(2, "before", "after", "late", "derived")
+def test_hooks_of_steps_find_all_gradients(rank: int, what: str) -> None:
+    def run(crosses: bool) -> list[torch.Tensor]:
+        net, seen = mlp(20, 40, 40, 20), []
+
+        def hook(*_: object) -> None:
+            for p in net.parameters():
+                if p.grad is not None:
+                    seen.append(p.grad.clone())
+                    p.grad.clamp_(-0.001, 0.001)
+
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            OPTIMIZERS["adamw"]([nn.Parameter(torch.ones(1))])  # its step calls hooks now
+            made = (Derived if what == "derived" else torch.optim.AdamW)(parameters, lr=0.01)
+            if what in ("before", "after"):
+                made.register_step_post_hook(hook)
+            return made
+
+        def then(step: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+            if what in ("after", "late") and step == 2:
+                optimizer.register_step_pre_hook(hook)
+            return seen
+
+        return simply(crosses, net, make, then)
+
+    expected = run(False)
+    with late() as steps:
+        assert same(run(True), expected)
+    assert steps.call_count
+
+
 @on(2)
 def test_two_modules_and_a_changing_plan(rank: int) -> None:
     def run(crosses: bool) -> list[torch.Tensor]:

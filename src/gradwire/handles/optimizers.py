@@ -6,6 +6,7 @@ its own state.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -91,11 +92,16 @@ class LateStep:
         if getattr(step, "hooked", False):  # by torch, as the optimizer was made
             step = step.__wrapped__  # type: ignore[attr-defined]
         every, optimizer.param_groups = optimizer.param_groups, [g for g in groups if g["params"]]
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        # Which a step of the base class would call.
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
             with _by_itself({p.device.type for g in groups for p in g["params"]}):
                 step(optimizer)
         finally:
             optimizer.param_groups = every
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
 @contextmanager
