@@ -275,6 +275,18 @@ def test_hooks_of_steps_find_all_gradients(rank: int, what: str) -> None:
 
 
 @on(2)
+def test_a_scripted_layer(rank: int) -> None:
+    def run(crosses: bool) -> list[torch.Tensor]:
+        net = mlp(20, 40, 20)
+        net[2] = torch.jit.script(net[2])
+        return simply(crosses, net)
+
+    expected = run(False)
+    with late():
+        assert same(run(True), expected)
+
+
+@on(2)
 def test_two_modules_and_a_changing_plan(rank: int) -> None:
     def run(crosses: bool) -> list[torch.Tensor]:
         nets = [mlp(20, 30, 20), mlp(20, 40, 20, seed=1)]

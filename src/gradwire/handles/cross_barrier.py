@@ -106,7 +106,8 @@ class CrossBarrier:
             p.register_hook(_before_accumulation(weakref.ref(p))) for p in names if p.requires_grad
         ]
         for module in model.module.modules():
-            if module._parameters:
+            # Before a scripted one, which takes no hook, all averages are awaited.
+            if module._parameters and not isinstance(module, torch.jit.ScriptModule):
                 hook = ModuleHook(_arrive_at, records=False)
                 self._hooks.append(module.register_forward_pre_hook(hook))
 
