@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
 from gradwire.errors import ConfigError
 from gradwire.handles.awaited import arrive, can_be_awaited, release, withhold
@@ -85,6 +86,7 @@ class CrossBarrier:
         self._lock = threading.RLock()
         self._asked = 0  # parameters of the newest step
         self._told = False
+        self._steps = 0  # that run: one may call another, of its base class
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -92,10 +94,20 @@ class CrossBarrier:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.land()),
             model.register_forward_pre_hook(_BeforeForward(self._before_forward)),
         ]
+        # The script's own hooks find all gradients: ours are the last before, the first after.
+        self._before: Any = optimizer._optimizer_step_pre_hooks  # ordered, which torch leaves out
+        after: Any = optimizer._optimizer_step_post_hooks
+        self._own = self._hooks[0].id
+        after.move_to_end(self._hooks[1].id, last=False)
         # Before the engine ends, for which peers would wait.
         Finalize(self, _land_at_exit, (weakref.ref(self),), exitpriority=1)
+        # Autograd adds to a gradient unseen, as in a backward of a penalty alone.
+        self._hooks += [
+            p.register_hook(_before_accumulation(weakref.ref(p))) for p in names if p.requires_grad
+        ]
         for module in model.module.modules():
-            if module._parameters:
+            # Before a scripted one, which takes no hook, all averages are awaited.
+            if module._parameters and not isinstance(module, torch.jit.ScriptModule):
                 hook = ModuleHook(_arrive_at, records=False)
                 self._hooks.append(module.register_forward_pre_hook(hook))
 
@@ -104,6 +116,9 @@ class CrossBarrier:
     def begin(self, first: bool) -> None:
         """A backward of the module begins, which may be the first."""
         self.land()
+        self._steps = 0  # if one has raised
+        if self._own in self._before:  # else detached since the forward
+            self._before.move_to_end(self._own)
         model = self._model
         # Of a parameter that no rank uses DDP leaves an older gradient as it is.
         older = model.find_unused_parameters and any(p.grad is not None for p in self._names)
@@ -212,9 +227,12 @@ class CrossBarrier:
                 "cross_barrier: optimizer.step() is being compiled, for all parameters at once: "
                 "leave torch.compile of the step, or cross_barrier, out"
             )
+        self._steps += 1
+        if self._steps > 1:
+            return
         stepped = any(one.step is not None for late in self._late.values() for one in late)
         closure = len(args) > 1 or kwargs.get("closure") is not None
-        if stepped or closure:
+        if stepped or closure or next(reversed(self._before)) != self._own:
             self.land()
             return
         with self._lock:
@@ -232,6 +250,9 @@ class CrossBarrier:
                         one.parameter.grad = None
 
     def _after_step(self, *_: object) -> None:
+        self._steps -= 1
+        if self._steps > 0:
+            return
         for late in self._late.values():
             for one in late:
                 if one.hidden:
@@ -291,6 +312,13 @@ class _BeforeForward(ModuleHook):
 
 def _is_there(bucket: Bucket) -> bool:
     return bucket.ended.is_set()
+
+
+def _before_accumulation(of: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        arrive(of())
+
+    return unserializable_hook(hook)  # type: ignore[no-any-return]
 
 
 def _arrive_at(module: torch.nn.Module, *_: object) -> None:

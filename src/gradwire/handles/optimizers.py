@@ -6,10 +6,14 @@ its own state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradwire.errors import ConfigError
 
@@ -88,11 +92,30 @@ class LateStep:
         if getattr(step, "hooked", False):  # by torch, as the optimizer was made
             step = step.__wrapped__  # type: ignore[attr-defined]
         every, optimizer.param_groups = optimizer.param_groups, [g for g in groups if g["params"]]
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        # Which a step of the base class would call.
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
-            with torch.no_grad():
+            with _by_itself({p.device.type for g in groups for p in g["params"]}):
                 step(optimizer)
         finally:
             optimizer.param_groups = every
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+@contextmanager
+def _by_itself(devices: Iterable[str]) -> Iterator[None]:
+    """As at a script's step(): whoever touches may be in an evaluation, autocast, a transform of
+    torch.func, or a forward whose operations are recorded."""
+    with ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 def _now(value: object) -> object:
