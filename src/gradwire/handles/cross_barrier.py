@@ -107,8 +107,8 @@ class CrossBarrier:
         ]
         for module in model.module.modules():
             # Before a scripted one, which takes no hook, all averages are awaited.
-            if module._parameters and not isinstance(module, torch.jit.ScriptModule):
-                hook = ModuleHook(_arrive_at, records=False)
+            if not isinstance(module, torch.jit.ScriptModule):
+                hook = ModuleHook(self._before_module, records=False)
                 self._hooks.append(module.register_forward_pre_hook(hook))
 
     # ---- backward
@@ -148,9 +148,19 @@ class CrossBarrier:
         if self._late and (compiled or not ddp.training or _has_compiled(ddp)):
             self.land()
 
+    def _before_module(self, module: torch.nn.Module, *_: object) -> None:
+        if not self._in_forward():
+            self.land()
+        for parameter in module._parameters.values():
+            arrive(parameter)
+
+    def _in_forward(self) -> bool:
+        return (
+            DistributedDataParallel._active_ddp_module is self._model and torch.is_grad_enabled()
+        )
+
     def _touched(self, bucket: Bucket) -> None:
-        ddp = self._model
-        if DistributedDataParallel._active_ddp_module is ddp and torch.is_grad_enabled():
+        if self._in_forward():
             self.land(bucket)
             return
         if not self._told and any(one.step is None for one in self._late.get(bucket, ())):
@@ -319,11 +329,6 @@ def _before_accumulation(of: weakref.ref[torch.Tensor]) -> Callable[[torch.Tenso
         arrive(of())
 
     return unserializable_hook(hook)  # type: ignore[no-any-return]
-
-
-def _arrive_at(module: torch.nn.Module, *_: object) -> None:
-    for parameter in module._parameters.values():
-        arrive(parameter)
 
 
 def _has_compiled(model: torch.nn.Module) -> bool:
