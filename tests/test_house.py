@@ -50,7 +50,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "controllers":    ( 2557, 27,  0, "errors lang codecs aggregators planner"),
     "decide":         ( 1462, 20,  0, "..controllers"),
     "state":          (  876,  6,  0, "..controllers"),
-    "handles":        ( 7751, 55,  8, "..state"),
+    "handles":        ( 7749, 55,  8, "..state"),
     "backend":        ( 1192,  6,  2, "..handles"),
     "trainers":       ( 1031, 11,  0, "..handles"),
     "flexible":       (  552,  5,  0, "..handles"),

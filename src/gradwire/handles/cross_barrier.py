@@ -155,9 +155,7 @@ class CrossBarrier:
             arrive(parameter)
 
     def _in_forward(self) -> bool:
-        return (
-            DistributedDataParallel._active_ddp_module is self._model and torch.is_grad_enabled()
-        )
+        return DistributedDataParallel._active_ddp_module is self._model and torch.is_grad_enabled()
 
     def _touched(self, bucket: Bucket) -> None:
         if self._in_forward():
