@@ -247,7 +247,8 @@ def test_seconds_under_ddp(rank: int) -> None:
 
         def spied() -> None:
             waits = SimpleNamespace(wait=lambda *_: tell() or True)
-            buckets._pending.insert(0, SimpleNamespace(ended=waits, future=waits))
+            late = SimpleNamespace(ended=waits, future=waits, finished=0.0, copied=False)
+            buckets._pending.insert(0, late)
             settle()
 
         buckets._settle = spied
