@@ -422,6 +422,28 @@ MUTANTS = (
         "s.led_by(0)",
         ("tests/aggregators/test_references.py",),
     ),
+    # Cross-barrier training.
+    Mutant(
+        "late_step_has_later_options", "a parameter steps with the next step's learning rate",
+        "gradwire/handles/optimizers.py",
+        '[{**options, "params": []} for options in self._options]',
+        '[{**options, "params": []} for options in self._optimizer.param_groups]',
+        ("tests/handles/test_cross_barrier.py",),
+    ),
+    Mutant(
+        "late_gradient_stays_local", "a gradient that is kept is this rank's own",
+        "gradwire/handles/cross_barrier.py",
+        "                one.gradient.copy_(one.average)",
+        "                pass",
+        ("tests/handles/test_cross_barrier.py",),
+    ),
+    Mutant(
+        "first_pass_crosses", "DDP moves gradients whose averages are awaited",
+        "gradwire/handles/cross_barrier.py",
+        "not (first or older or model._join_config.enable)",
+        "not (older or model._join_config.enable)",
+        ("tests/handles/test_cross_barrier.py",),
+    ),
     # State.
     Mutant(
         "residual_dropped_on_load", "a resumed run is not the run that was saved",
