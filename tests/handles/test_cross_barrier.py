@@ -168,7 +168,6 @@ def test_a_step_waits_for_no_peer(rank: int) -> None:
                       for of in call.args[1]]  # fmt: skip
             landed.reset_mock()
     assert len(taken) > 4
-    assert rank or handle.stats()["exposed_seconds"] > 0
     handle.detach()
     assert same_everywhere(flat(model))
     assert not any(copy() is not None for copy in taken)  # one more gradient buffer, for one step
