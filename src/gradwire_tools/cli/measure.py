@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from gradwire.errors import ConfigError, use_one_of
 from gradwire_tools.bench.quantities import times
 from gradwire_tools.cli import options, tables
 from gradwire_tools.cli.options import Real, Text, Whole, names, number, numbers, writable
@@ -207,11 +208,15 @@ def bench_adapt(
     at: options.At = None,
     metrics: Annotated[Text, Option(help="l2, squared; both.")] = None,
     alpha: Annotated[float, number("The budget over the uniform plan's error.")] = 1.0,
+    of: Annotated[
+        str, Option("--sensitivity", help="error; or loss: of runs with one group compressed.")
+    ] = "error",
+    steps: Annotated[Whole, Option(help="Of such a run; 50 unless quick.")] = None,
     quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
     """What adaptive policies save against a uniform plan of the same error."""
-    from gradwire_tools.bench.paper import adapt
+    from gradwire_tools.bench.paper import adapt, sensitivity
 
     given: dict[str, Any] = {
         "policies": names("--policies", policies),
@@ -225,6 +230,15 @@ def bench_adapt(
     }
     chosen = {name: tuple(value) for name, value in given.items() if value is not None}
     config = adapt.Config(**chosen, seed=seed, alpha=alpha)
+    if of not in sensitivity.TABLES:
+        raise ConfigError(f"--sensitivity {of}: {use_one_of(of, sensitivity.TABLES)}")
+    if of == "loss":
+        columns = ["task", "at", "row", "reference", "group", "method", "policy", "sensitivity"]
+        columns += ["error", "loss_change", "spearman", "of_uniform"]
+        measured(json_file, columns, sensitivity.run, folders or (), config, quick, steps)
+        return
+    if steps is not None:
+        raise ConfigError(f"--steps {steps}: only --sensitivity loss runs steps: leave it out")
     columns = ["task", "at", "sigma", "family", "reference", "error_metric", "policy"]
     columns += ["ratio", "of_uniform"]
     measured(json_file, columns, adapt.run, folders or (), config, quick)

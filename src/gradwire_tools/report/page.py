@@ -143,6 +143,10 @@ _SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], Section | list[Section
     "bench train": ("", training.sections),
     "decisions": ("task net ranks", predictions.decisions),
     "bench adapt": ("task error_metric run", errors.policies),
+    "bench adapt --sensitivity": (
+        "task at reference run",
+        lambda rows: _listed(rows, "Error and loss by group"),
+    ),
     "probe": ("ranks net run", machine.probe),
     "bench planner": ("ranks run", predictions.choices),
     "bench ablation": ("model numel net run", predictions.ablation),

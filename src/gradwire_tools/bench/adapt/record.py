@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gradwire.errors import ConfigError
 from gradwire_tools.bench import memory, tasks
@@ -133,14 +134,13 @@ def _points(recording: Recording, task: Task, model: nn.Module) -> Iterator[Row]
     """Train to the end of the last point; a row per point."""
     optimizer = task.optimizer(model)
     model.train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
     begun, end = time.perf_counter(), recording.at[-1] + recording.steps
     told: list[tuple[float, float]] = []  # (loss, norm of the average) of a point's steps
     for step in range(end):
         point = next((at for at in recording.at if at <= step < at + recording.steps), None)
         what = "training" if point is None else f"recording at {point}"
         progress(f"{recording.task}, {what}", step, end)
-        ranks, loss = _gradients(recording, task, model, parameters, step)
+        ranks, loss = gradients(task, model, recording.seed, recording.ranks, step)
         mean = torch.stack(ranks).mean(0)
         if not mean.isfinite().all():
             raise ConfigError(
@@ -150,13 +150,7 @@ def _points(recording: Recording, task: Task, model: nn.Module) -> Iterator[Row]
         if point is not None:
             recording.save(point, step - point, ranks)
             told.append((loss, float(mean.double().norm())))
-        task.set_learning_rate(optimizer, step)
-        parts = mean.split([p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            gradient = torch.empty_like(parameter)  # in the parameter's memory format
-            parameter.grad = gradient.copy_(part.view(parameter.shape))
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(task, model, optimizer, mean, step)
         if len(told) == recording.steps:
             losses, norms = zip(*told, strict=True)
             yield {
@@ -176,23 +170,34 @@ def _points(recording: Recording, task: Task, model: nn.Module) -> Iterator[Row]
     progress(recording.task, end, end)
 
 
-def _gradients(
-    recording: Recording,
-    task: Task,
-    model: nn.Module,
-    parameters: Sequence[torch.Tensor],
-    step: int,
+def gradients(
+    task: Task, model: nn.Module, seed: int, ranks: int, step: int
 ) -> tuple[list[torch.Tensor], float]:
     """Every rank's gradient of one step, as a vector; the mean of their losses."""
     found, losses = [], 0.0
-    for rank in range(recording.ranks):
-        loss = task.loss(model, task.batch(recording.seed, rank, step, recording.ranks))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for rank in range(ranks):
+        loss = task.loss(model, task.batch(seed, rank, step, ranks))
         loss.backward()
         losses += loss.item()
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         found.append(torch.cat([part.detach().float().reshape(-1) for part in parts]))
         model.zero_grad()
-    return found, losses / recording.ranks
+    return found, losses / ranks
+
+
+def stepped(
+    task: Task, model: nn.Module, optimizer: Optimizer, average: torch.Tensor, step: int
+) -> None:
+    """Take a step with an average of `gradients`."""
+    task.set_learning_rate(optimizer, step)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    parts = average.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        gradient = torch.empty_like(parameter)  # in the parameter's memory format
+        parameter.grad = gradient.copy_(part.view(parameter.shape))
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _check(at: Sequence[int], steps: int, ranks: int, seed: int) -> None:
