@@ -152,6 +152,7 @@ class Group:
         reference = family.reference(shape)
         methods = _spread(family.methods(shape), reference, shape, most)
         errors = np.array([losses(gradient, methods) for gradient in mine])
+        sent = np.array([nbytes(methods, tuple(gradient.shape)) for gradient in mine])
         both = np.array([norms(gradient) for gradient in mine])
         return cls(
             tuple(places),
@@ -159,7 +160,7 @@ class Group:
                 name,
                 sum(gradient.numel() for gradient in mine),
                 tuple(methods),
-                sum(nbytes(methods, tuple(gradient.shape)) for gradient in mine),
+                sent.sum(0),
                 np.sqrt((errors**2).sum(0)),
                 methods.index(reference),
                 *np.sqrt((both**2).sum(0)).tolist(),
