@@ -36,7 +36,7 @@ from gradwire.lang.forms import FORMS
 from products import exhaustive, one_in
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 6e-8, 65504.0, 65520.0, 7e4, -3.4e38, 3.4028235e38]
-NON_FINITE = [float("inf"), float("-inf"), float("nan")]
+NON_FINITE = [float("inf"), float("-inf"), float("nan"), float("-nan")]
 
 
 def any_bits(n: int, seed: int) -> torch.Tensor:

@@ -41,11 +41,11 @@ class Bucket:
 
     Attributes:
         buffer: its values; complex ones as pairs.
-        result: DDP's own tensor, which shares the memory unless it is `copied`.
+        result: DDP's own tensor, which shares the memory.
         ready: time.perf_counter when DDP submitted it.
         ended, finished: set once `future` has its result, and when.
         left, unstarted: number of its scopes that have not ended, or not started.
-        copied: whether `buffer` is a copy of DDP's values, under cross_barrier.
+        crosses: whether DDP has it back before its average is there, under cross_barrier.
     """
 
     buffer: torch.Tensor
@@ -57,7 +57,7 @@ class Bucket:
     unstarted: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
     finished: float = 0.0
-    copied: bool = False
+    crosses: bool = False
 
     def __post_init__(self) -> None:
         self.left = self.unstarted = bool(self.content.split.bucket) + bool(

@@ -113,18 +113,14 @@ class Buckets(Reductions):
         A rank that has joined early (`with model.join()`) mirrors the others' buckets outside any
         backward; then this call waits for the average.
         """
-        result = buffer = bucket.buffer()
-        handed = future = future_on(result.device)
+        result = bucket.buffer()
+        buffer, future = values_of(result), future_on(result.device)
         if self._crossing is not None:
             self.backward.enter()  # unless a forward that was compiled let it be known
-        copied = self._crossing is not None and self._crossing.crosses
-        if copied:
-            handed.set_result(result)
-            buffer, future = result.clone(), future_on(result.device)
-        buffer = values_of(buffer)
+        crosses = self._crossing is not None and self._crossing.crosses
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.members) or bucket.is_last()
-        ready = Bucket(buffer, result, content, future, copied=copied)
+        ready = Bucket(buffer, result, content, future, crosses=crosses)
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
         due = self._coalescing.add(content.split, content.nbytes, is_last)
@@ -138,7 +134,10 @@ class Buckets(Reductions):
             self._arrived.clear()
             self.known = [one.content for one in self._pass]
             self._pass = []
-        return handed
+        if crosses:  # DDP has it back at once, and its future is ours alone
+            future = future_on(result.device)
+            future.set_result(result)
+        return future
 
     def _arrives(self, members: list[Attached]) -> bool:
         """Note the arrival of a bucket; whether all parameters of this pass have arrived.
@@ -295,7 +294,7 @@ class Buckets(Reductions):
         if self._crossing is not None and self._crossing.crosses:
             self._crossing.ends()
             if not self._arrived and self._then is None:  # else a part of DDP's pass
-                late = [bucket for bucket in pending if bucket.copied]
+                late = [bucket for bucket in pending if bucket.crosses]
                 # Once DDP has put its buckets into gradients: they are of this rank alone.
                 take = partial(self._crossing.take, late)
                 Variable._execution_engine.queue_callback(take)
@@ -303,9 +302,6 @@ class Buckets(Reductions):
             self._wait(*(bucket for bucket in pending if bucket not in late))
         finally:
             self._leave()
-        for bucket in pending:
-            if bucket.copied and bucket not in late:
-                values_of(bucket.result).copy_(bucket.buffer)
 
     def _wait(self, *buckets: Bucket) -> None:
         """Wait for the averages of buckets; raises their error."""

@@ -1,7 +1,7 @@
 """Cross-barrier training: a step does not wait for its last averages (CGX 4.3).
 
-    backward   DDP gets its buckets back at once, with this rank's gradients; averages are computed
-               in copies
+    backward   DDP gets its buckets back at once, and copies them into gradients, which nobody may
+               see before the averages are there
     step()     steps the parameters whose averages are there; the others are late, and step with
                the options of now
     forward    what touches a late parameter, or its gradient, waits for its bucket: its averages
@@ -45,8 +45,8 @@ class Late:
     """A parameter whose average is awaited.
 
     Attributes:
-        gradient: where backward has left this rank's gradient, and the average belongs.
-        average: it will be here.
+        gradient: where the average belongs.
+        average: it will be here, in DDP's bucket: the same memory with gradient_as_bucket_view.
         step: that the script has asked for meanwhile; None: none.
         hidden: whether the gradient is taken from the parameter while the optimizer steps others.
     """
@@ -63,7 +63,7 @@ class CrossBarrier:
 
     Args:
         names: of its parameters.
-        wait: for a bucket; raises what its average ended with.
+        wait: for buckets; raises what their averages ended with.
         window: how many scopes may be in flight.
 
     Attributes:
@@ -76,7 +76,7 @@ class CrossBarrier:
         model: DistributedDataParallel,
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
-        wait: Callable[[Bucket], None],
+        wait: Callable[..., None],
         window: int,
     ) -> None:
         self.crosses = False
@@ -179,12 +179,15 @@ class CrossBarrier:
         """
         with self._lock:
             for bucket in buckets or tuple(self._late):
-                if bucket in self._late:
-                    try:
-                        self._wait(bucket)
-                    except Exception as error:
-                        raise self._failed(error) from None
-                    self._landed(self._late.pop(bucket))
+                if bucket not in self._late:
+                    continue
+                # Those that are there step with it, in one call of the optimizer.
+                there = [one for one in self._late if one is bucket or one.ended.is_set()]
+                try:
+                    self._wait(*there)
+                except Exception as error:
+                    raise self._failed(error) from None
+                self._landed([late for one in there for late in self._late.pop(one)])
 
     def _landed(self, late: Sequence[Late]) -> None:
         cleared: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -196,7 +199,8 @@ class CrossBarrier:
             if one.hidden:
                 parameter.grad, one.hidden = one.gradient, False
             if parameter.grad is one.gradient:
-                one.gradient.copy_(one.average)
+                if one.gradient.data_ptr() != one.average.data_ptr():
+                    one.gradient.copy_(one.average)
             elif one.step is not None:  # by zero_grad()
                 cleared.append((parameter, parameter.grad))
                 parameter.grad = one.average

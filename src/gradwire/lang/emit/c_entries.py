@@ -27,8 +27,9 @@ class GroupRows(Blocks):
             self.put(f"const uint32_t *restrict keys = k{self.number[step.node]}_[g];")
             with self.braces("for (int i0 = 0; i0 < m; i0 += 16)"):
                 self.put("if (!any_above(keys + i0, staging->threshold)) continue;")
-                with self.braces("for (int i = i0; i < i0 + 16; i++)"):
-                    self.put("if (keys[i] <= staging->threshold) continue;")
+                self.put("uint32_t above = all_above(keys + i0, staging->threshold);")
+                with self.braces("for (; above; above &= above - 1)"):
+                    self.put("const int i = i0 + __builtin_ctz(above);")
                     self.put("const int64_t e = staging->count++;")
                     self.put("column(staging, 0)[e] = (uint32_t)(b * BLOCK + i);")
                     self.put("column(staging, 1)[e] = keys[i];")

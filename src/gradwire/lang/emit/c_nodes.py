@@ -25,6 +25,10 @@ REGISTER = {
     "fp8": "uint32_t",
 }  # fmt: skip
 MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16", "fp8": "uint8_t", "int32": "i32"}
+# Of the bits of floats, from which lowest() and highest() tell: type, and neutral element.
+EXTREMES = {
+    "least": ("int32_t", "INT32_MAX"), "most": ("int32_t", "INT32_MIN"), "top": ("uint32_t", "0"),
+}  # fmt: skip
 VALUES = {"fp32": "float", "bf16": "uint16_t", "fp16": "uint16_t"}
 
 
@@ -109,7 +113,7 @@ class Writer:
     @contextmanager
     def braces(self, text: str, tail: str = "}") -> Iterator[None]:
         """What is put here stands in the braces that `text` opens and `tail` closes."""
-        self.put(f"{text} {{")
+        self.put(f"{text} {{" if text else "{")
         self.indent += 1
         yield
         self.indent -= 1
@@ -165,10 +169,24 @@ class Writer:
         return f"flipped({element}, {stream_name(stream)}, {self.weyl(stream)})"
 
     def node_alu(self, n: Node) -> str:
+        if n.attr in ("add", "sub") and (added := self.uniform_plus(n)):
+            return added
         names = (self.name(a) for a in n.args)
         if n.attr in ("min", "max"):
             names = (self.limit(a) if a.op == "const" else self.name(a) for a in n.args)
         return ALU[str(n.attr)][C].format(*names)
+
+    def uniform_plus(self, n: Node) -> str | None:
+        """A random element plus x, or less a constant."""
+        for drawn, x in (n.args, n.args[::-1]):
+            if drawn.op == "random" and drawn.scope is Scope.ELEMENT:
+                if n.attr == "sub" and (drawn is not n.args[0] or x.op != "const"):
+                    return None
+                stream, other = drawn.attr, self.name(x)
+                assert isinstance(stream, ir.Stream)
+                other = f"-{other}" if n.attr == "sub" else other
+                return f"plus_uniform({other}, {stream_name(stream)}, {self.weyl(stream)})"
+        return None
 
     def node_lookup(self, n: Node) -> str:
         x, *numbers = n.args
@@ -250,8 +268,14 @@ class Writer:
             return f"place->partials[PARTIALS * place->blocks + {self.reductions.index(n)}]"
         if n.attr in ("sum", "count"):
             return f"sum{self.number[n]}_[g]"
-        x = self.number[n.args[0]]
-        return f"extreme({'low' if n.attr == 'min' else 'high'}{x}_[g], low{x}_[g], high{x}_[g])"
+        parts = {kind: f"{kind}{self.number[x]}_[g]" for kind, x in self.parts(n.args[0])}
+        given = ", ".join(parts.get(kind, "0") for kind in EXTREMES)
+        return f"{'lowest' if n.attr == 'min' else 'highest'}({given})"
+
+    def parts(self, operand: Node) -> list[tuple[str, Node]]:
+        """The extremes that tell those of an operand; a magnitude has no negative bits."""
+        positive = operand.op == "alu" and operand.attr == "abs"
+        return [(kind, operand) for kind in EXTREMES if kind != "top" or not positive]
 
     def node_keep(self, n: Node) -> str:
         return "{1} ? {0} : 0".format(*(self.name(a) for a in n.args))

@@ -24,6 +24,7 @@ _ARRAY = re.compile(
     r"(?: __attribute__\(\(aligned\(64\)\)\))?;$"
 )
 _BYTES = {"float": 4, "uint32_t": 4, "int32_t": 4, "int": 4, "uint16_t": 2, "uint8_t": 1}
+_BYTES["Code"] = 4  # or 1: see prelude.h
 _SCRATCH = re.compile(r"^enum { SCRATCH = (\d+) };", re.MULTILINE)
 
 _TEXT = """\

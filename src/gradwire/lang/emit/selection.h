@@ -18,6 +18,14 @@ INLINE int any_above(const uint32_t *keys, uint32_t threshold) {
   return any != 0;
 }
 
+/* Their places, a bit each: a branch per candidate, not one per key. */
+INLINE uint32_t all_above(const uint32_t *keys, uint32_t threshold) {
+  uint32_t all = 0;
+#pragma omp simd reduction(| : all)
+  for (int i = 0; i < 16; i++) all |= (uint32_t)(keys[i] > threshold) << i;
+  return all;
+}
+
 INLINE int64_t size_of(int64_t n, double fraction, int64_t least) {
   const int64_t share = (int64_t)(fraction * (double)n), size = share > least ? share : least;
   return size < n ? size : n;
