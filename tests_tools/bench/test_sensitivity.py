@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.aggregators import Compressed, ErrorFeedback
+from gradwire.aggregators import Compressed, Dense, ErrorFeedback
 from gradwire.codecs import TopK
 from gradwire.controllers import Bits, Density, Rank
 from gradwire.controllers.tables import nbytes
@@ -77,6 +77,9 @@ def test_only_the_group_is_compressed(
             assert 0 < at.sum() <= 2 * max(1, int(0.01 * len(mine)))
         else:
             assert torch.equal(mine, mean)
+    steps.clear()
+    checkpoint.change(dict.fromkeys(group.places, Dense()))
+    torch.testing.assert_close(steps[0], exact[0], rtol=1e-5, atol=1e-8)
     steps.clear()
     plain = Compressed(TopK(density=0.01))
     assert checkpoint.change(dict.fromkeys(group.places, plain)) != changed
