@@ -1,9 +1,10 @@
 """Whether the figures that pages quote are those of the stored rows.
 
     python scripts/quoted.py            # what is quoted, and not found: exit code 1
-    python scripts/quoted.py --derived  # the rest has been derived from the rows by hand: write that
+    python scripts/quoted.py --derived  # the rest was derived from the rows by hand: write that
 
-A passage names its rows in bench/results/: a line of docs/laboratory/fidelity.md in its cells, a paragraph of any page in a comment above it:
+A passage names its rows in bench/results/: a line of docs/laboratory/fidelity.md in its cells; a
+paragraph, list or table of any page in a comment on the line above it:
 
     <!-- rows: train-gpt train-image -->
     On `gpt` 4 bits arrive 2.5 times as soon as ...
@@ -13,6 +14,9 @@ thousandths, in per cent, in millions), or one that `gradwire report FILE --tabl
 neither (a ratio of two methods, a difference of paired losses) stands in bench/derived.json, with a
 digest of the rows from which it was derived: once they change, it has to be derived anew. Figures
 of one digit, and those in code and in links, are not looked at.
+
+Many values make chance likely: a figure of two digits whose last is wrong is found all the same in
+three of four cases, of three digits in two of three. So what is found may still be wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,14 +33,14 @@ from typing import Any
 
 from gradwire.errors import ConfigError
 from gradwire_tools.report import tables
+from gradwire_tools.report.rows import read, sort
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = "docs/laboratory/fidelity.md"
 _COMMENT = re.compile(r"<!-- rows: (.*?) -->\n(.*?)(?=\n\n|\Z)", re.DOTALL)
 _IGNORED = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
-_FIGURE = re.compile(r"(?<![\w.])\d*\.?\d+(?![\w.]*\w)")
+_FIGURE = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d*\.?\d+(?![\w.]*\w)")  # ResNet-50 is a name
 _SCALES = (1, 1000, 100, 1e-6)
-_KINDS: tuple[list[str], ...] = ([], ["gains"], ["steps"])
 _SERIES = 12  # longer lists are curves, of which nothing is quoted
 
 
@@ -97,9 +100,8 @@ def complaints(root: Path = ROOT) -> list[str]:
         known = derived.get(passage.page, {}).pop(passage.begins, None) or {}
         lost = missing(passage, root)
         where = f"{passage.page}: {passage.begins!r}"
-        old = [
-            name for name, digest in known.get("rows", {}).items() if _digest(root, name) != digest
-        ]
+        digests = known.get("rows", {})
+        old = [name for name in passage.rows if digests.get(name) != _digest(root, name)]
         for figure in lost:
             if figure not in known.get("figures", ()):
                 found.append(f"{where} quotes {figure}, which {', '.join(passage.rows)} lack")
@@ -140,23 +142,21 @@ def _figures(text: str) -> tuple[str, ...]:
 def _has(root: Path, name: str, figure: str) -> bool:
     places, value = len(figure.partition(".")[2]), float(figure)
     values, printed = _known(_file(root, name))
-    return value in printed or any(
+    return figure.lstrip("0") in printed or any(
         round(known * scale, places) == value for known in values for scale in _SCALES
     )
 
 
 @cache
-def _known(file: Path) -> tuple[frozenset[float], frozenset[float]]:
-    """(values of rows, without signs; figures that tables of them print)."""
+def _known(file: Path) -> tuple[frozenset[float], frozenset[str]]:
+    """(values of rows, without signs; figures that tables of them print, without a leading 0)."""
     values: set[float] = set()
-    for line in file.read_text("utf-8").splitlines():
-        row = json.loads(line)
+    found = read(file)
+    for row in found:
         if row.get("row") not in ("evaluation", "step"):
             values.update(_numbers({key: of for key, of in row.items() if key != "run"}))
-    printed: set[float] = set()
-    for kinds in _KINDS:
-        with suppress(ConfigError):  # there is no such table of these rows
-            printed.update(map(float, _FIGURE.findall(tables.table([file], kinds))))
+    made = [make(sort(found)) for make, _ in tables.KINDS.values()]
+    printed = (figure.lstrip("0") for figure in _FIGURE.findall("\n".join(made)))
     return frozenset(values), frozenset(printed)
 
 
