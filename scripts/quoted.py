@@ -1,7 +1,7 @@
 """Whether the figures that pages quote are those of the stored rows.
 
-    python scripts/quoted.py            # what is quoted, and not found: exit code 1
-    python scripts/quoted.py --derived  # the rest was derived from the rows by hand: write that
+    python scripts/quoted.py         # what is quoted and not found, or not read: exit code 1
+    python scripts/quoted.py --read  # all of it was read against the rows: write that
 
 A passage names its rows in bench/results/: a line of docs/laboratory/fidelity.md in its cells; a
 paragraph, list or table of any page in a comment on the line above it:
@@ -11,12 +11,12 @@ paragraph, list or table of any page in a comment on the line above it:
 
 Each of its figures has to be a value of these rows, rounded as it is quoted (as it is, in
 thousandths, in per cent, in millions), or one that `gradwire report FILE --table` prints. What is
-neither (a ratio of two methods, a difference of paired losses) stands in bench/derived.json, with a
-digest of the rows from which it was derived: once they change, it has to be derived anew. Figures
-of one digit, and those in code and in links, are not looked at.
+neither (a ratio of two methods, a difference of paired losses) stands in bench/quoted.json as
+derived by hand. Figures of one digit, and those in code and in links, are not looked at.
 
 Many values make chance likely: a figure of two digits whose last is wrong is found all the same in
-three of four cases, of three digits in two of three. So what is found may still be wrong.
+three of four cases, of three digits in two of three. So bench/quoted.json has a digest of the rows
+against which a passage was read, too: once they change, somebody has to read it again.
 """
 
 from __future__ import annotations
@@ -92,46 +92,48 @@ def missing(passage: Passage, root: Path = ROOT) -> list[str]:
 
 
 def complaints(root: Path = ROOT) -> list[str]:
-    """A line per figure that is not found, or no longer derived from the rows that are there, and
-    per derived figure that is not quoted."""
-    derived = _derived(root)
+    """A line per passage that was not read against the rows that are there, per figure that is not
+    found, and per derived figure that is not quoted."""
+    checked = json.loads(_checked(root).read_text("utf-8"))
     found = []
     for passage in passages(root):
-        known = derived.get(passage.page, {}).pop(passage.begins, None) or {}
-        lost = missing(passage, root)
+        known = checked.get(passage.page, {}).pop(passage.begins, None) or {"rows": {}}
+        lost, derived = missing(passage, root), known.get("figures", ())
         where = f"{passage.page}: {passage.begins!r}"
-        digests = known.get("rows", {})
-        old = [name for name in passage.rows if digests.get(name) != _digest(root, name)]
+        new = [name for name in passage.rows if known["rows"].get(name) != _digest(root, name)]
+        if new:
+            found.append(f"{where} was not read against these rows of {', '.join(new)}")
         for figure in lost:
-            if figure not in known.get("figures", ()):
+            if figure not in derived:
                 found.append(f"{where} quotes {figure}, which {', '.join(passage.rows)} lack")
-            elif old:
-                found.append(
-                    f"{where} quotes {figure}, derived from other rows of {', '.join(old)}"
-                )
-        for figure in known.get("figures", ()):
+        for figure in derived:
             if figure not in lost:
                 found.append(f"{where} no longer quotes {figure}, or no longer has to derive it")
-    for page, rest in derived.items():
+    for page, rest in checked.items():
         found += [f"{page} has no passage {begins!r}" for begins in rest]
     return found
 
 
 def write(root: Path = ROOT) -> None:
-    """Take all figures that are not found as derived from the rows that are there."""
-    derived: dict[str, Any] = {}
+    """Take all passages as read against the rows that are there, and what is not found as derived
+    from them."""
+    checked: dict[str, Any] = {}
     for passage in passages(root):
+        of: dict[str, Any] = {"rows": {name: _digest(root, name) for name in passage.rows}}
         if lost := missing(passage, root):
-            derived.setdefault(passage.page, {})[passage.begins] = {
-                "figures": list(dict.fromkeys(lost)),
-                "rows": {name: _digest(root, name) for name in passage.rows},
-            }
-    (root / "bench" / "derived.json").write_text(json.dumps(derived, indent=1) + "\n", "utf-8")
+            of["figures"] = list(dict.fromkeys(lost))
+        checked.setdefault(passage.page, {})[passage.begins] = of
+    lines = [
+        f" {json.dumps(page)}: {{\n"
+        + ",\n".join(f"  {json.dumps(begins)}: {json.dumps(of)}" for begins, of in mine.items())
+        + "\n }"
+        for page, mine in checked.items()
+    ]
+    _checked(root).write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
-def _derived(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((root / "bench" / "derived.json").read_text("utf-8"))
-    return found
+def _checked(root: Path) -> Path:
+    return root / "bench" / "quoted.json"
 
 
 def _figures(text: str) -> tuple[str, ...]:
@@ -178,7 +180,7 @@ def _digest(root: Path, name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if "--derived" in arguments:
+    if "--read" in arguments:
         write()
     found = complaints()
     print("\n".join(found) or "all figures that name their rows are theirs")
