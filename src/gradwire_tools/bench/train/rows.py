@@ -278,9 +278,9 @@ def _reference(
 
 def _losses_at(reference: list[list[Row]], share: float, tolerance: float) -> list[float | None]:
     """Of each seed, the loss at a share of the run, plus the tolerance; None of all, where one was
-    not finite."""
+    not finite. Of a run that starts later than that, its first."""
     losses = [
-        [row["loss"] for row in run if row["step"] <= share * run[-1]["step"]][-1]
+        [run[0], *(row for row in run if row["step"] <= share * run[-1]["step"])][-1]["loss"]
         for run in reference
     ]
     return [None if None in losses else loss * (1 + tolerance) for loss in losses]
