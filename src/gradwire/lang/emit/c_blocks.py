@@ -221,12 +221,7 @@ class Blocks(Writer):
         """Pointers to the elements that earlier steps stored in arrays."""
         for n in dict.fromkeys(loop.operands):
             if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.computes:
-                i = self.number[n]
-                if cell(n) != "uint8_t":
-                    self.put(f"const {cell(n)} *restrict a{i} = a{i}_[g];")
-                    continue
-                self.put(f"Code w{i}[BLOCK] __attribute__((aligned(64)));")
-                self.put(f"const Code *restrict a{i} = widened(w{i}, a{i}_[g], m);")
+                self.put(f"const {cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
 
     def streams_of(self, loop: Loop) -> list[str]:
         """The random streams that a loop uses: for random elements and for signs of rotations."""

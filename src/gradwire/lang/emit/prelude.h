@@ -293,23 +293,12 @@ INLINE uint8_t *narrowed(Code *codes, int m) {
   memset(bytes + m, 0, 8);
   return bytes;
 }
-/* Codes as a loop over elements takes them. */
-INLINE const Code *widened(Code *codes, const uint8_t *bytes, int m) {
-  int i = 0;
-  for (; i + 8 <= m; i += 8) {
-    const __m128i from = _mm_loadl_epi64((const __m128i *)(bytes + i));
-    _mm256_store_si256((__m256i *)(codes + i), _mm256_cvtepu8_epi32(from));
-  }
-  for (; i < m; i++) codes[i] = bytes[i];
-  return codes;
-}
 #else
 typedef uint8_t Code;
 INLINE uint8_t *narrowed(Code *codes, int m) {
   memset(codes + m, 0, 8);
   return codes;
 }
-INLINE const Code *widened(Code *codes, const uint8_t *bytes, int m) { return bytes; }
 #endif
 
 /* Five trits in a byte: byte j holds trits j, j + length, ... `codes` is zero past m. They are as
