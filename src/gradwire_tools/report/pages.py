@@ -22,10 +22,10 @@ from gradwire_tools.report.rows import Row, read
 
 # (rows, how the networks and the methods of those that are drawn begin)
 PICTURES = {
-    "gains-gpt": ("train-gpt", "", ("",)),
+    "gains-gpt": ("headline-gpt", "", ("",)),
     "gains-image": ("train-image", "", ("",)),
     "hsdp": ("train-hsdp", "", ("",)),
-    "time-to-accuracy": ("train-gpt", "300mbit", ("torch", "qsgd")),
+    "time-to-accuracy": ("headline-gpt", "300mbit", ("torch-fp", "fp16", "qsgd")),
 }
 _PLACE = re.compile(
     r"(<!-- gradwire report (.*?) --table -->\n).*?(<!-- end of gradwire report -->)", re.DOTALL
