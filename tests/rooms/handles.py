@@ -5,8 +5,8 @@ from gradwire.handles import bias, sharded_attach, switch, torch_versions, uncom
 from gradwire.handles import cross_barrier as cross_barrier
 from gradwire.handles import handle as handle
 from gradwire.handles.awaited import Awaited as Awaited
-from gradwire.handles.buckets import Buckets as Buckets
 from gradwire.handles.backward import in_backward
+from gradwire.handles.buckets import Buckets as Buckets
 from gradwire.handles.coalescing import Coalescing, Split
 from gradwire.handles.cross_barrier import LateStep
 from gradwire.handles.fsdp import Piece

@@ -211,7 +211,7 @@ def bench_adapt(
     of: Annotated[
         str, Option("--sensitivity", help="error; or loss: of runs with one group compressed.")
     ] = "error",
-    steps: Annotated[Whole, Option(help="Of such a run; 50 unless quick.")] = None,
+    steps: Annotated[Whole, Option("--run-steps", help="Of such a run; 50 unless quick.")] = None,
     quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
@@ -238,7 +238,7 @@ def bench_adapt(
         measured(json_file, columns, sensitivity.run, folders or (), config, quick, steps)
         return
     if steps is not None:
-        raise ConfigError(f"--steps {steps}: only --sensitivity loss runs steps: leave it out")
+        raise ConfigError(f"--run-steps {steps}: only --sensitivity loss has runs: leave it out")
     columns = ["task", "at", "sigma", "family", "reference", "error_metric", "policy"]
     columns += ["ratio", "of_uniform"]
     measured(json_file, columns, adapt.run, folders or (), config, quick)

@@ -106,7 +106,7 @@ def run(
     each, choices = QUICK if quick else (STEPS, CHOICES)
     steps = steps if steps is not None else each
     if steps < 1:
-        raise ConfigError(f"--steps {steps}: run 1 step or more from a checkpoint")
+        raise ConfigError(f"--run-steps {steps}: run 1 step or more from a checkpoint")
     if not folders and not quick:
         raise ConfigError("--sensitivity loss trains what a recording did: give its folder")
     for text in config.policies or ():
