@@ -32,21 +32,27 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   const float limit0 = limit(0.0f);
   const float limit1 = limit(15.0f);
   const Stream stream0 = place->streams[0];
-  int32_t low0_[GROUP], high0_[GROUP];
+  int32_t least0_[GROUP];
+  int32_t most0_[GROUP];
+  uint32_t top0_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    int32_t low0 = INT32_MAX, high0 = INT32_MIN;
-#pragma omp simd reduction(min : low0) reduction(max : high0)
+    int32_t least0 = INT32_MAX;
+    int32_t most0 = INT32_MIN;
+    uint32_t top0 = 0;
+#pragma omp simd reduction(min : least0) reduction(max : most0) reduction(max : top0)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
-      const int32_t o0 = ordered(n0);
-      low0 = o0 < low0 ? o0 : low0;
-      high0 = o0 > high0 ? o0 : high0;
+      least0 = (int32_t)bits_of(n0) < least0 ? (int32_t)bits_of(n0) : least0;
+      most0 = (int32_t)bits_of(n0) > most0 ? (int32_t)bits_of(n0) : most0;
+      top0 = (uint32_t)bits_of(n0) > top0 ? (uint32_t)bits_of(n0) : top0;
     }
-    low0_[g] = low0, high0_[g] = high0;
+    least0_[g] = least0;
+    most0_[g] = most0;
+    top0_[g] = top0;
   }
   float s1_[GROUP];
   uint32_t s2_[GROUP];
@@ -65,11 +71,11 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n1 = extreme(low0_[g], low0_[g], high0_[g]);
+    const float n1 = lowest(least0_[g], most0_[g], top0_[g]);
     s1_[g] = n1;
     const uint32_t n2 = to_bf16_down(n1);
     s2_[g] = n2;
-    const float n3 = extreme(high0_[g], low0_[g], high0_[g]);
+    const float n3 = highest(least0_[g], most0_[g], top0_[g]);
     s3_[g] = n3;
     const float n5 = n3 * 0.5f;
     s5_[g] = n5;
@@ -100,8 +106,7 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c23 + m, 0, 8 * sizeof *c23);
+    Code c23[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -110,13 +115,14 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
       const float n13 = n12 - n7;
       const float n20 = n13 * n19;
       const float n21 = uniform(stream0, stream0_weyl);
-      const float n22 = n20 + n21;
+      const float n22 = plus_uniform(n20, stream0, stream0_weyl);
       const int32_t n23 = to_uint(n22, limit0, limit1);
-      c23[i] = (uint8_t)n23;
+      c23[i] = (Code)n23;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b23 = narrowed(c23, m);
     uint8_t *out23 = payload + place->at[2] + b * 64;
-    out23 = pack(out23, c23, m, 4, 0);
+    out23 = pack(out23, b23, m, 4, 0);
   }
 #pragma omp simd
   for (int g = 0; g < count; g++) {
@@ -182,23 +188,29 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   const float limit0 = limit(0.0f);
   const float limit1 = limit(15.0f);
   const Stream stream0 = place->streams[0];
-  int32_t low2_[GROUP], high2_[GROUP];
+  int32_t least2_[GROUP];
+  int32_t most2_[GROUP];
+  uint32_t top2_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    int32_t low2 = INT32_MAX, high2 = INT32_MIN;
-#pragma omp simd reduction(min : low2) reduction(max : high2)
+    int32_t least2 = INT32_MAX;
+    int32_t most2 = INT32_MIN;
+    uint32_t top2 = 0;
+#pragma omp simd reduction(min : least2) reduction(max : most2) reduction(max : top2)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n1 = residual[i];
       const float n2 = n0 + n1;
-      const int32_t o2 = ordered(n2);
-      low2 = o2 < low2 ? o2 : low2;
-      high2 = o2 > high2 ? o2 : high2;
+      least2 = (int32_t)bits_of(n2) < least2 ? (int32_t)bits_of(n2) : least2;
+      most2 = (int32_t)bits_of(n2) > most2 ? (int32_t)bits_of(n2) : most2;
+      top2 = (uint32_t)bits_of(n2) > top2 ? (uint32_t)bits_of(n2) : top2;
     }
-    low2_[g] = low2, high2_[g] = high2;
+    least2_[g] = least2;
+    most2_[g] = most2;
+    top2_[g] = top2;
   }
   float s3_[GROUP];
   uint32_t s4_[GROUP];
@@ -217,11 +229,11 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n3 = extreme(low2_[g], low2_[g], high2_[g]);
+    const float n3 = lowest(least2_[g], most2_[g], top2_[g]);
     s3_[g] = n3;
     const uint32_t n4 = to_bf16_down(n3);
     s4_[g] = n4;
-    const float n5 = extreme(high2_[g], low2_[g], high2_[g]);
+    const float n5 = highest(least2_[g], most2_[g], top2_[g]);
     s5_[g] = n5;
     const float n7 = n5 * 0.5f;
     s7_[g] = n7;
@@ -255,8 +267,7 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c25 + m, 0, 8 * sizeof *c25);
+    Code c25[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -267,7 +278,7 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
       const float n15 = n14 - n9;
       const float n22 = n15 * n21;
       const float n23 = uniform(stream0, stream0_weyl);
-      const float n24 = n22 + n23;
+      const float n24 = plus_uniform(n22, stream0, stream0_weyl);
       const int32_t n25 = to_uint(n24, limit0, limit1);
       const float n26 = (float)n25;
       const float n27 = n17 * n26;
@@ -276,12 +287,13 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
       const float n30 = n2 - n29;
       const int n31 = is_finite(n30);
       const float n32 = n31 ? n30 : n1;
-      c25[i] = (uint8_t)n25;
+      c25[i] = (Code)n25;
       residual[i] = n32;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b25 = narrowed(c25, m);
     uint8_t *out25 = payload + place->at[2] + b * 64;
-    out25 = pack(out25, c25, m, 4, 0);
+    out25 = pack(out25, b25, m, 4, 0);
   }
 #pragma omp simd
   for (int g = 0; g < count; g++) {
@@ -667,20 +679,26 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
       }
     }
   }
-  int32_t low12_[GROUP], high12_[GROUP];
+  int32_t least12_[GROUP];
+  int32_t most12_[GROUP];
+  uint32_t top12_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const float *restrict a10 = a10_[g];
-    int32_t low12 = INT32_MAX, high12 = INT32_MIN;
-#pragma omp simd reduction(min : low12) reduction(max : high12)
+    int32_t least12 = INT32_MAX;
+    int32_t most12 = INT32_MIN;
+    uint32_t top12 = 0;
+#pragma omp simd reduction(min : least12) reduction(max : most12) reduction(max : top12)
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
-      const int32_t o12 = ordered(n12);
-      low12 = o12 < low12 ? o12 : low12;
-      high12 = o12 > high12 ? o12 : high12;
+      least12 = (int32_t)bits_of(n12) < least12 ? (int32_t)bits_of(n12) : least12;
+      most12 = (int32_t)bits_of(n12) > most12 ? (int32_t)bits_of(n12) : most12;
+      top12 = (uint32_t)bits_of(n12) > top12 ? (uint32_t)bits_of(n12) : top12;
     }
-    low12_[g] = low12, high12_[g] = high12;
+    least12_[g] = least12;
+    most12_[g] = most12;
+    top12_[g] = top12;
   }
   float s13_[GROUP];
   uint32_t s14_[GROUP];
@@ -699,11 +717,11 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n13 = extreme(low12_[g], low12_[g], high12_[g]);
+    const float n13 = lowest(least12_[g], most12_[g], top12_[g]);
     s13_[g] = n13;
     const uint32_t n14 = to_bf16_down(n13);
     s14_[g] = n14;
-    const float n15 = extreme(high12_[g], low12_[g], high12_[g]);
+    const float n15 = highest(least12_[g], most12_[g], top12_[g]);
     s15_[g] = n15;
     const float n17 = n15 * 0.5f;
     s17_[g] = n17;
@@ -737,8 +755,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c35 + m, 0, 8 * sizeof *c35);
+    Code c35[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -747,19 +764,20 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
       const float n25 = n24 - n19;
       const float n32 = n25 * n31;
       const float n33 = uniform(stream0, stream0_weyl);
-      const float n34 = n32 + n33;
+      const float n34 = plus_uniform(n32, stream0, stream0_weyl);
       const int32_t n35 = to_uint(n34, limit0, limit1);
       const float n36 = (float)n35;
       const float n37 = n27 * n36;
       const float n38 = n18 + n37;
       const float n39 = n38 + n37;
       const float n40 = to_fp32(n39);
-      c35[i] = (uint8_t)n35;
+      c35[i] = (Code)n35;
       values[i] = n40;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b35 = narrowed(c35, m);
     uint8_t *out35 = payload + place->at[2] + b * 64;
-    out35 = pack(out35, c35, m, 4, 0);
+    out35 = pack(out35, b35, m, 4, 0);
   }
 #pragma omp simd
   for (int g = 0; g < count; g++) {
@@ -863,20 +881,26 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       }
     }
   }
-  int32_t low14_[GROUP], high14_[GROUP];
+  int32_t least14_[GROUP];
+  int32_t most14_[GROUP];
+  uint32_t top14_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const float *restrict a12 = a12_[g];
-    int32_t low14 = INT32_MAX, high14 = INT32_MIN;
-#pragma omp simd reduction(min : low14) reduction(max : high14)
+    int32_t least14 = INT32_MAX;
+    int32_t most14 = INT32_MIN;
+    uint32_t top14 = 0;
+#pragma omp simd reduction(min : least14) reduction(max : most14) reduction(max : top14)
     for (int i = 0; i < m; i++) {
       const float n14 = a12[i] * factor;
-      const int32_t o14 = ordered(n14);
-      low14 = o14 < low14 ? o14 : low14;
-      high14 = o14 > high14 ? o14 : high14;
+      least14 = (int32_t)bits_of(n14) < least14 ? (int32_t)bits_of(n14) : least14;
+      most14 = (int32_t)bits_of(n14) > most14 ? (int32_t)bits_of(n14) : most14;
+      top14 = (uint32_t)bits_of(n14) > top14 ? (uint32_t)bits_of(n14) : top14;
     }
-    low14_[g] = low14, high14_[g] = high14;
+    least14_[g] = least14;
+    most14_[g] = most14;
+    top14_[g] = top14;
   }
   float s15_[GROUP];
   uint32_t s16_[GROUP];
@@ -895,11 +919,11 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n15 = extreme(low14_[g], low14_[g], high14_[g]);
+    const float n15 = lowest(least14_[g], most14_[g], top14_[g]);
     s15_[g] = n15;
     const uint32_t n16 = to_bf16_down(n15);
     s16_[g] = n16;
-    const float n17 = extreme(high14_[g], low14_[g], high14_[g]);
+    const float n17 = highest(least14_[g], most14_[g], top14_[g]);
     s17_[g] = n17;
     const float n19 = n17 * 0.5f;
     s19_[g] = n19;
@@ -934,8 +958,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    uint8_t c37[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c37 + m, 0, 8 * sizeof *c37);
+    Code c37[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -944,7 +967,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       const float n27 = n26 - n21;
       const float n34 = n27 * n33;
       const float n35 = uniform(stream0, stream0_weyl);
-      const float n36 = n34 + n35;
+      const float n36 = plus_uniform(n34, stream0, stream0_weyl);
       const int32_t n37 = to_uint(n36, limit0, limit1);
       const float n38 = (float)n37;
       const float n39 = n29 * n38;
@@ -956,13 +979,14 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       const int n45 = is_finite(n44);
       const float n1 = residual[i];
       const float n46 = n45 ? n44 : n1;
-      c37[i] = (uint8_t)n37;
+      c37[i] = (Code)n37;
       values[i] = n42;
       residual[i] = n46;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b37 = narrowed(c37, m);
     uint8_t *out37 = payload + place->at[2] + b * 64;
-    out37 = pack(out37, c37, m, 4, 0);
+    out37 = pack(out37, b37, m, 4, 0);
   }
 #pragma omp simd
   for (int g = 0; g < count; g++) {

@@ -32,21 +32,27 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   const float limit0 = limit(0.0f);
   const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
-  int32_t low0_[GROUP], high0_[GROUP];
+  int32_t least0_[GROUP];
+  int32_t most0_[GROUP];
+  uint32_t top0_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    int32_t low0 = INT32_MAX, high0 = INT32_MIN;
-#pragma omp simd reduction(min : low0) reduction(max : high0)
+    int32_t least0 = INT32_MAX;
+    int32_t most0 = INT32_MIN;
+    uint32_t top0 = 0;
+#pragma omp simd reduction(min : least0) reduction(max : most0) reduction(max : top0)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
-      const int32_t o0 = ordered(n0);
-      low0 = o0 < low0 ? o0 : low0;
-      high0 = o0 > high0 ? o0 : high0;
+      least0 = (int32_t)bits_of(n0) < least0 ? (int32_t)bits_of(n0) : least0;
+      most0 = (int32_t)bits_of(n0) > most0 ? (int32_t)bits_of(n0) : most0;
+      top0 = (uint32_t)bits_of(n0) > top0 ? (uint32_t)bits_of(n0) : top0;
     }
-    low0_[g] = low0, high0_[g] = high0;
+    least0_[g] = least0;
+    most0_[g] = most0;
+    top0_[g] = top0;
   }
   float s1_[GROUP];
   float s4_[GROUP];
@@ -54,9 +60,9 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n1 = extreme(low0_[g], low0_[g], high0_[g]);
+    const float n1 = lowest(least0_[g], most0_[g], top0_[g]);
     s1_[g] = n1;
-    const float n4 = extreme(high0_[g], low0_[g], high0_[g]);
+    const float n4 = highest(least0_[g], most0_[g], top0_[g]);
     s4_[g] = n4;
   }
   for (int g = 0; g < count; g++) {
@@ -139,8 +145,7 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c23 + m, 0, 8 * sizeof *c23);
+    Code c23[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -149,13 +154,14 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
       const float n14 = n13 - n8;
       const float n20 = n14 * n19;
       const float n21 = uniform(stream0, stream0_weyl);
-      const float n22 = n20 + n21;
+      const float n22 = plus_uniform(n20, stream0, stream0_weyl);
       const int32_t n23 = to_uint(n22, limit0, limit1);
-      c23[i] = (uint8_t)n23;
+      c23[i] = (Code)n23;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b23 = narrowed(c23, m);
     uint8_t *out23 = payload + place->at[2] + b * 256;
-    out23 = pack(out23, c23, m, 2, 0);
+    out23 = pack(out23, b23, m, 2, 0);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n3;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n12;
@@ -213,23 +219,29 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   const float limit0 = limit(0.0f);
   const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
-  int32_t low2_[GROUP], high2_[GROUP];
+  int32_t least2_[GROUP];
+  int32_t most2_[GROUP];
+  uint32_t top2_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    int32_t low2 = INT32_MAX, high2 = INT32_MIN;
-#pragma omp simd reduction(min : low2) reduction(max : high2)
+    int32_t least2 = INT32_MAX;
+    int32_t most2 = INT32_MIN;
+    uint32_t top2 = 0;
+#pragma omp simd reduction(min : least2) reduction(max : most2) reduction(max : top2)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n1 = residual[i];
       const float n2 = n0 + n1;
-      const int32_t o2 = ordered(n2);
-      low2 = o2 < low2 ? o2 : low2;
-      high2 = o2 > high2 ? o2 : high2;
+      least2 = (int32_t)bits_of(n2) < least2 ? (int32_t)bits_of(n2) : least2;
+      most2 = (int32_t)bits_of(n2) > most2 ? (int32_t)bits_of(n2) : most2;
+      top2 = (uint32_t)bits_of(n2) > top2 ? (uint32_t)bits_of(n2) : top2;
     }
-    low2_[g] = low2, high2_[g] = high2;
+    least2_[g] = least2;
+    most2_[g] = most2;
+    top2_[g] = top2;
   }
   float s3_[GROUP];
   float s6_[GROUP];
@@ -237,9 +249,9 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n3 = extreme(low2_[g], low2_[g], high2_[g]);
+    const float n3 = lowest(least2_[g], most2_[g], top2_[g]);
     s3_[g] = n3;
-    const float n6 = extreme(high2_[g], low2_[g], high2_[g]);
+    const float n6 = highest(least2_[g], most2_[g], top2_[g]);
     s6_[g] = n6;
   }
   for (int g = 0; g < count; g++) {
@@ -322,8 +334,7 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c25 + m, 0, 8 * sizeof *c25);
+    Code c25[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -334,7 +345,7 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
       const float n16 = n15 - n10;
       const float n22 = n16 * n21;
       const float n23 = uniform(stream0, stream0_weyl);
-      const float n24 = n22 + n23;
+      const float n24 = plus_uniform(n22, stream0, stream0_weyl);
       const int32_t n25 = to_uint(n24, limit0, limit1);
       const float n26 = (float)n25;
       const float n27 = n14 * n26;
@@ -343,12 +354,13 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
       const float n30 = n2 - n29;
       const int n31 = is_finite(n30);
       const float n32 = n31 ? n30 : n1;
-      c25[i] = (uint8_t)n25;
+      c25[i] = (Code)n25;
       residual[i] = n32;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b25 = narrowed(c25, m);
     uint8_t *out25 = payload + place->at[2] + b * 256;
-    out25 = pack(out25, c25, m, 2, 0);
+    out25 = pack(out25, b25, m, 2, 0);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n5;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n14;
@@ -688,7 +700,9 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
       }
     }
   }
-  int32_t low10_[GROUP], high10_[GROUP];
+  int32_t least10_[GROUP];
+  int32_t most10_[GROUP];
+  uint32_t top10_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
@@ -696,15 +710,19 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    int32_t low10 = INT32_MAX, high10 = INT32_MIN;
-#pragma omp simd reduction(min : low10) reduction(max : high10)
+    int32_t least10 = INT32_MAX;
+    int32_t most10 = INT32_MIN;
+    uint32_t top10 = 0;
+#pragma omp simd reduction(min : least10) reduction(max : most10) reduction(max : top10)
     for (int i = 0; i < m; i++) {
       const float n10 = a8[i] * factor;
-      const int32_t o10 = ordered(n10);
-      low10 = o10 < low10 ? o10 : low10;
-      high10 = o10 > high10 ? o10 : high10;
+      least10 = (int32_t)bits_of(n10) < least10 ? (int32_t)bits_of(n10) : least10;
+      most10 = (int32_t)bits_of(n10) > most10 ? (int32_t)bits_of(n10) : most10;
+      top10 = (uint32_t)bits_of(n10) > top10 ? (uint32_t)bits_of(n10) : top10;
     }
-    low10_[g] = low10, high10_[g] = high10;
+    least10_[g] = least10;
+    most10_[g] = most10;
+    top10_[g] = top10;
   }
   float s11_[GROUP];
   float s14_[GROUP];
@@ -712,9 +730,9 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n11 = extreme(low10_[g], low10_[g], high10_[g]);
+    const float n11 = lowest(least10_[g], most10_[g], top10_[g]);
     s11_[g] = n11;
-    const float n14 = extreme(high10_[g], low10_[g], high10_[g]);
+    const float n14 = highest(least10_[g], most10_[g], top10_[g]);
     s14_[g] = n14;
   }
   for (int g = 0; g < count; g++) {
@@ -833,8 +851,7 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    uint8_t c33[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c33 + m, 0, 8 * sizeof *c33);
+    Code c33[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -843,19 +860,20 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
       const float n24 = n23 - n18;
       const float n30 = n24 * n29;
       const float n31 = uniform(stream0, stream0_weyl);
-      const float n32 = n30 + n31;
+      const float n32 = plus_uniform(n30, stream0, stream0_weyl);
       const int32_t n33 = to_uint(n32, limit0, limit1);
       const float n34 = (float)n33;
       const float n35 = n22 * n34;
       const float n36 = n13 + n35;
       const float n37 = n36 + n35;
       const float n38 = to_fp32(n37);
-      c33[i] = (uint8_t)n33;
+      c33[i] = (Code)n33;
       values[i] = n38;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b33 = narrowed(c33, m);
     uint8_t *out33 = payload + place->at[2] + b * 256;
-    out33 = pack(out33, c33, m, 2, 0);
+    out33 = pack(out33, b33, m, 2, 0);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n13;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n22;
@@ -949,20 +967,26 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       }
     }
   }
-  int32_t low12_[GROUP], high12_[GROUP];
+  int32_t least12_[GROUP];
+  int32_t most12_[GROUP];
+  uint32_t top12_[GROUP];
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const float *restrict a10 = a10_[g];
-    int32_t low12 = INT32_MAX, high12 = INT32_MIN;
-#pragma omp simd reduction(min : low12) reduction(max : high12)
+    int32_t least12 = INT32_MAX;
+    int32_t most12 = INT32_MIN;
+    uint32_t top12 = 0;
+#pragma omp simd reduction(min : least12) reduction(max : most12) reduction(max : top12)
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
-      const int32_t o12 = ordered(n12);
-      low12 = o12 < low12 ? o12 : low12;
-      high12 = o12 > high12 ? o12 : high12;
+      least12 = (int32_t)bits_of(n12) < least12 ? (int32_t)bits_of(n12) : least12;
+      most12 = (int32_t)bits_of(n12) > most12 ? (int32_t)bits_of(n12) : most12;
+      top12 = (uint32_t)bits_of(n12) > top12 ? (uint32_t)bits_of(n12) : top12;
     }
-    low12_[g] = low12, high12_[g] = high12;
+    least12_[g] = least12;
+    most12_[g] = most12;
+    top12_[g] = top12;
   }
   float s13_[GROUP];
   float s16_[GROUP];
@@ -970,9 +994,9 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const float n13 = extreme(low12_[g], low12_[g], high12_[g]);
+    const float n13 = lowest(least12_[g], most12_[g], top12_[g]);
     s13_[g] = n13;
-    const float n16 = extreme(high12_[g], low12_[g], high12_[g]);
+    const float n16 = highest(least12_[g], most12_[g], top12_[g]);
     s16_[g] = n16;
   }
   for (int g = 0; g < count; g++) {
@@ -1092,8 +1116,7 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
     const float *restrict a10 = a10_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c35 + m, 0, 8 * sizeof *c35);
+    Code c35[BLOCK + 8] __attribute__((aligned(64)));
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -1102,7 +1125,7 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
       const float n26 = n25 - n20;
       const float n32 = n26 * n31;
       const float n33 = uniform(stream0, stream0_weyl);
-      const float n34 = n32 + n33;
+      const float n34 = plus_uniform(n32, stream0, stream0_weyl);
       const int32_t n35 = to_uint(n34, limit0, limit1);
       const float n36 = (float)n35;
       const float n37 = n24 * n36;
@@ -1114,13 +1137,14 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
       const int n43 = is_finite(n42);
       const float n1 = residual[i];
       const float n44 = n43 ? n42 : n1;
-      c35[i] = (uint8_t)n35;
+      c35[i] = (Code)n35;
       values[i] = n40;
       residual[i] = n44;
       stream0_weyl += WEYL;
     }
+    const uint8_t *b35 = narrowed(c35, m);
     uint8_t *out35 = payload + place->at[2] + b * 256;
-    out35 = pack(out35, c35, m, 2, 0);
+    out35 = pack(out35, b35, m, 2, 0);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n15;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n24;

@@ -112,7 +112,8 @@ def test_bits_are_those_of_the_run_with_the_barrier(rank: int, what: str) -> Non
     with late() as run:
         found = trained(True, *of)
     assert same(found, expected)
-    assert (run.call_count > 5) is (what not in WAIT), run.call_count
+    # Buckets that are there when one is waited for step together.
+    assert (run.call_count > 2) is (what not in WAIT), run.call_count
     assert same(trained(True, *of), expected)
 
 

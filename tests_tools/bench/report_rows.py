@@ -276,6 +276,19 @@ TRAININGS = {  # what may be said of a method: rows of a task of this name
     "few sharded": sharded_rows(0.6, losses=_FINE),
 }  # fmt: skip
 
+_OF_TABLE = {
+    "task": "gpt", "at": 300, "steps": 50, "ranks": 2, "family": "rank",
+    "reference": "powersgd:rank=4",
+}  # fmt: skip
+SENSITIVITY: list[dict[str, Any]] = [
+    {"row": "cell", **_OF_TABLE, "group": "blocks.0", "method": "powersgd:rank=2", "numel": 786432,
+     "nbytes": 30720, "error": 0.4, "loss_change": -0.002},
+    {"row": "correlation", **_OF_TABLE, "groups": 9, "cells": 63, "pearson": 0.5, "spearman": None,
+     "spearman_of_choices": 0.6, "spearman_of_groups": 0.1, "loss": 2.5, "bf16_loss_change": 1e-4},
+    {"row": "plan", **_OF_TABLE, "policy": "lgreco", "sensitivity": "loss", "ratio": 70.5,
+     "of_uniform": 1.6, "error_l2": 1.4, "loss_change": 0.01, "loss_expected": 0.02,
+     "choices": {"blocks.0": "powersgd:rank=2"}, "fallback": None},
+]  # fmt: skip
 LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
 RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
 SWEEP = {"sweep": "backward", "value": 0.2}
@@ -286,6 +299,7 @@ CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and whic
     "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
     "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
     "adapt": ([*ADAPTED, SEEDED], [0, 2, 4, 6, 7]),
+    "sensitivity": (SENSITIVITY, [0, 1, 2]),
     "probe": (PROBED, [0, 2, 4]),
     "planner": ([CHOSEN, {**CHOSEN, "nbytes": 1 << 20, "partition_ratio": 1.01}], [0, 1]),
     "ablation": ([ABLATED, {**ABLATED, "part": "kernels", "cut": 0.5}], [0, 1]),

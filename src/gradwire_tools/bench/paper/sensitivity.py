@@ -130,7 +130,7 @@ def run(
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class LayerGroup:
     """Layers that are compressed together.
 
     Attributes:
@@ -144,7 +144,7 @@ class Group:
     @classmethod
     def of(
         cls, name: str, places: Sequence[int], averages: Named, family: Family, most: int
-    ) -> Group:
+    ) -> LayerGroup:
         """The group of these parameters with at most so many choices, from the averaged gradients
         of all."""
         mine = [averages[i][1] for i in places]
@@ -175,7 +175,7 @@ class Group:
         return dict.fromkeys(self.places, ErrorFeedback(method) if feedback else method)
 
 
-def groups(averages: Named, family: Family, most: int) -> list[Group]:
+def groups(averages: Named, family: Family, most: int) -> list[LayerGroup]:
     """A model's groups, in its order, with at most so many choices each; vectors are in none."""
     found: dict[str, list[int]] = {}
     for i, (name, gradient) in enumerate(averages):
@@ -183,7 +183,7 @@ def groups(averages: Named, family: Family, most: int) -> list[Group]:
             numbered = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
             label = numbered[0] if numbered else name.rpartition(".")[0] or name
             found.setdefault(label, []).append(i)
-    return [Group.of(label, places, averages, family, most) for label, places in found.items()]
+    return [LayerGroup.of(label, places, averages, family, most) for label, places in found.items()]
 
 
 def _spread(
@@ -232,7 +232,7 @@ def _rows(
 
 
 def _correlations(
-    checkpoint: Checkpoint, found: Sequence[Group], changes: Sequence[np.ndarray]
+    checkpoint: Checkpoint, found: Sequence[LayerGroup], changes: Sequence[np.ndarray]
 ) -> Row:
     errors = [group.layer.errors for group in found]
     flat = np.concatenate(errors), np.concatenate(list(changes))
@@ -257,7 +257,7 @@ def _correlations(
 def _plans(
     checkpoint: Checkpoint,
     config: Config,
-    found: Sequence[Group],
+    found: Sequence[LayerGroup],
     changes: Sequence[np.ndarray],
     of_table: Row,
     feedback: bool,
