@@ -1,0 +1,4 @@
+"""Of `gradwire.outer_loop`: what its page does not export, and tests use."""
+
+from gradwire.outer_loop.homes import fragments_of as fragments_of
+from gradwire.outer_loop.settings import OuterSettings as OuterSettings
