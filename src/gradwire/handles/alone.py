@@ -50,7 +50,8 @@ class Alone(Reductions):
         plan: Plan,
         members: Mapping[str, Attached],
     ) -> None:
-        super().__init__(plan, members, [alone().owner("a module in a single process")], 1)
+        comm = Communicator(_no_transport, info=GroupInfo(0, 1, 0.0, dist.HashStore()))
+        super().__init__(plan, members, [comm.owner("a module in a single process")], 1)
         self._named = named
         self._backward = Backward(self._passed, _nothing, self.after_forward, lambda _: True)
         self._backward.watch(model)
@@ -135,11 +136,6 @@ def attach_alone(
         return Alone(model, named, plan, members)
 
     return Handle(install(plan), seed, 0, StateGather([]), install=install)
-
-
-def alone() -> Communicator:
-    """A communicator of one rank."""
-    return Communicator(_no_transport, info=GroupInfo(0, 1, 0.0, dist.HashStore()))
 
 
 def _no_transport() -> Any:

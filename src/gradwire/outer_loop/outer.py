@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.collectives import Options
 from gradwire.collectives.calling import options_of
 from gradwire.collectives.functional import broadcast
+from gradwire.engine import Communicator, GroupInfo
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
-from gradwire.handles.alone import alone
 from gradwire.handles.arguments import Decides, Methods
 from gradwire.handles.bias import warn_of_bias
 from gradwire.handles.handle import Handle
@@ -115,7 +116,7 @@ def outer(
     chosen = options_of(options)
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
     rules = _with_small(methods.rules(), replica.homes)
-    comm = alone() if between is None else communicator(between)
+    comm = communicator(between) if between is not None else _alone()
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
     plan = _plan(replica, rules, settings, comm.world_size, chosen, 0, device)
 
@@ -177,6 +178,12 @@ class Outer(Handle):
             "recover: a process group that has lost a replica does not come back: start all "
             "replicas from a checkpoint of `save`. Nothing of the broken meeting was applied"
         )
+
+
+def _alone() -> Communicator:
+    """Of one replica, without a process group; it makes no transport."""
+    none: Any = None
+    return Communicator(lambda: none, info=GroupInfo(0, 1, 0.0, dist.HashStore()))
 
 
 def _group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

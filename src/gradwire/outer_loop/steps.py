@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from gradwire.aggregators import Attached, Observation, Rounds
+from gradwire.aggregators import OWED, Attached, Observation, Rounds
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, ScopeProgram
 from gradwire.control import PendingResult
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
-from gradwire.errors import ConfigError, TransportError, again
+from gradwire.errors import ConfigError, GradwireError, TransportError, again
 from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
@@ -41,7 +41,7 @@ class _Meeting:
     Attributes:
         step: the optimizer step after which it began.
         values: differences, which averages replace.
-        before: residuals as they were, of members that have one.
+        before: what members had left out, as it was.
         told: what every replica tells: its outer weights' number, lr and momentum, and a weight
             that is not finite.
     """
@@ -49,7 +49,7 @@ class _Meeting:
     fragment: Fragment
     step: int
     values: list[torch.Tensor]
-    before: dict[str, torch.Tensor]
+    before: dict[str, dict[str, torch.Tensor]]
     told: PendingResult[list[Any]]
     begun: float = field(default_factory=time.perf_counter)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -124,14 +124,16 @@ class OuterSteps(Reductions):
         )
         observe = self._observe if self.sampler.running else None
         before_values = [v.clone() for v in values] if observe is not None else []
-        kept: dict[str, torch.Tensor] = {}
+        kept: dict[str, dict[str, torch.Tensor]] = {}
         for member, value in zip(fragment.members, values, strict=True):
+            state = member.state
+            kept[member.name] = {
+                key: state[key].clone() for key in (RESIDUAL, OWED) if key in state
+            }
             member.add_owed(value)
-            if RESIDUAL in member.state:
-                kept[member.name] = member.state[RESIDUAL].clone()
-                if self.settings.residual is not None:
-                    member.state[RESIDUAL] *= self.settings.residual
-        meeting = self._meeting = _Meeting(fragment, self.taken, values, kept, told)
+            if RESIDUAL in state and self.settings.residual is not None:
+                state[RESIDUAL] *= self.settings.residual
+        meeting = _Meeting(fragment, self.taken, values, kept, told)
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             if error is None:
@@ -143,10 +145,15 @@ class OuterSteps(Reductions):
             meeting.ended.set()
 
         plan = self.switch.plan
-        rounds = Rounds(
-            self.owner, fragment.members, [*map(AllReduce, values)], plan.options, done, observe,
-            before_values, self._version, plan.version,
-        )  # fmt: skip
+        try:
+            rounds = Rounds(
+                self.owner, fragment.members, [*map(AllReduce, values)], plan.options, done,
+                observe, before_values, self._version, plan.version,
+            )  # fmt: skip
+        except BaseException:  # the group is broken: nobody will end this meeting
+            self._give_up(meeting)
+            raise
+        self._meeting = meeting
         rounds.start()
 
     def _observe(self, observation: Observation) -> None:
@@ -161,7 +168,7 @@ class OuterSteps(Reductions):
             TransportError: a replica failed. Residuals are what they were before the meeting, and
                 no weight has changed.
         """
-        meeting, self._meeting = self._meeting, None
+        meeting = self._meeting
         if meeting is None:
             return
         begun = time.perf_counter()
@@ -172,13 +179,13 @@ class OuterSteps(Reductions):
                 if meeting.error is not None:
                     raise again(meeting.error)
                 self._check(meeting.told.result(self.owner.check))
-        except (ConfigError, TransportError) as found:
+        except GradwireError as found:
             error = found
+        self._meeting = None  # not before: an interrupted wait can be resumed
         try:
             self._agree_inside(error)
         except BaseException:
-            for name, residual in meeting.before.items():
-                self.members[name].state[RESIDUAL].copy_(residual)
+            self._give_up(meeting)
             raise
         finally:
             self.count(exposed_seconds=time.perf_counter() - begun)
@@ -189,6 +196,11 @@ class OuterSteps(Reductions):
         self._span = (self._span or 0.0) + time.perf_counter() - meeting.begun
         if self.met % len(self.fragments) == 0:
             self.sampler.end()
+
+    def _give_up(self, meeting: _Meeting) -> None:
+        """Have members leave out what they did before a meeting; the next difference spans it."""
+        for name, kept in meeting.before.items():
+            self.members[name].state.update(kept)
 
     def _check(self, told: Sequence[Sequence[Any]]) -> None:
         """Raise ConfigError unless all replicas can apply what they have."""
