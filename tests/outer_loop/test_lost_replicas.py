@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 # where rank 2 ends its process, in the third meeting
 WHERE = {
     "before it encodes": (Fragment, "differences"),
-    "amid the meeting": (OuterSteps, "settle"),
+    "amid the meeting": (OuterSteps, "finish"),
     "before it applies": (Fragment, "step"),
 }
 
@@ -30,7 +30,7 @@ def loses(rank: int, where: str) -> Any:
     outer = gw.outer(model, optimizer, codec="qsgd:bits=4", **how)
     steps = outer._reductions
     train(model, optimizer, rank, range(8))
-    steps.settle()
+    steps.finish()
     before, met = steps.fingerprint(), steps.met
     residuals = {n: m.state["residual"].clone() for n, m in outer._members.items()}
     own = {n: p.detach().clone() for n, p in model.named_parameters()}

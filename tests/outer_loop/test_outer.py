@@ -112,8 +112,8 @@ def test_a_saved_run_goes_on_bit_for_bit(rank: int, preset: str) -> None:
         for one, state in zip((again[2], again[0], again[1]), saved, strict=True):
             one.load_state_dict(state)
         train(again[0], again[1], rank, range(cut, 26))
-        outer._reductions.settle()
-        again[2]._reductions.settle()
+        outer._reductions.finish()
+        again[2]._reductions.finish()
         for a, b in zip(model.parameters(), again[0].parameters(), strict=True):
             assert torch.equal(a, b)
         assert outer._reductions.fingerprint() == again[2]._reductions.fingerprint()

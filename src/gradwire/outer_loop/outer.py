@@ -89,7 +89,8 @@ def outer(
 
     Returns:
         A handle: `print` it for rounds, bytes, seconds and drift; save it beside model and
-        optimizer, on every replica.
+        optimizer, on every replica. `lr` and `momentum` can be set between two meetings, alike on
+        all replicas; `outer_weights()` are those to evaluate, equal on all of them.
 
     Raises:
         ConfigError: an argument of a wrong type or value (it is named), a biased codec without a

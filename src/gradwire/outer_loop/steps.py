@@ -44,16 +44,18 @@ class _Meeting:
         before: what members had left out, as it was.
         told: what every replica tells: its outer weights' number, lr and momentum, and a weight
             that is not finite.
+        is_there: whether `values` are averages, and all ranks of the replica know it.
     """
 
     fragment: Fragment
     step: int
     values: list[torch.Tensor]
     before: dict[str, dict[str, torch.Tensor]]
-    told: PendingResult[list[Any]]
+    told: PendingResult[list[Any]] | None
     begun: float = field(default_factory=time.perf_counter)
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    is_there: bool = False
 
 
 class OuterSteps(Reductions):
@@ -106,13 +108,12 @@ class OuterSteps(Reductions):
         due."""
         self.taken += 1
         if self._meeting is not None and self.taken >= self._meeting.step + self.settings.delay:
-            self.settle()
+            self.finish()
         due = self.settings.due(self.taken)
-        if due is None:
-            return
-        self._begin(self.fragments[due])
-        if not self.settings.delay:
-            self.settle()
+        if due is not None:
+            self._begin(self.fragments[due])
+            if not self.settings.delay:
+                self.finish()
 
     def _begin(self, fragment: Fragment) -> None:
         if self.met % len(self.fragments) == 0:  # a pass is one meeting of every fragment
@@ -161,15 +162,15 @@ class OuterSteps(Reductions):
             self.sampler.observe(self.members[observation.name], observation)
 
     def settle(self) -> None:
-        """End the meeting that is under way, if any: wait for it, and apply it.
+        """Wait until what a meeting has under way is there, for a state that is about to be saved;
+        it is applied when its delay is over.
 
         Raises:
             ConfigError: replicas differ, or a weight is not finite.
-            TransportError: a replica failed. Residuals are what they were before the meeting, and
-                no weight has changed.
+            TransportError: a replica failed. Nothing of the meeting is applied.
         """
         meeting = self._meeting
-        if meeting is None:
+        if meeting is None or meeting.is_there:
             return
         begun = time.perf_counter()
         error: BaseException | None = None
@@ -178,10 +179,10 @@ class OuterSteps(Reductions):
                 until_set(meeting.ended)
                 if meeting.error is not None:
                     raise again(meeting.error)
+                assert meeting.told is not None
                 self._check(meeting.told.result(self.owner.check))
         except GradwireError as found:
             error = found
-        self._meeting = None  # not before: an interrupted wait can be resumed
         try:
             self._agree_inside(error)
         except BaseException:
@@ -189,16 +190,24 @@ class OuterSteps(Reductions):
             raise
         finally:
             self.count(exposed_seconds=time.perf_counter() - begun)
-        meeting.fragment.step(meeting.values, self.lr, self.momentum)
-        meeting.fragment.mix(self.settings.mix)
-        self._replica.spread(meeting.fragment.every)
-        self.met += 1
+        meeting.is_there = True
         self._span = (self._span or 0.0) + time.perf_counter() - meeting.begun
-        if self.met % len(self.fragments) == 0:
-            self.sampler.end()
+
+    def finish(self) -> None:
+        """Apply what is under way, if anything, once it is there; raises as `settle`."""
+        self.settle()
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.fragment.step(meeting.values, self.lr, self.momentum)
+            meeting.fragment.mix(self.settings.mix)
+            self._replica.spread(meeting.fragment.every)
+            self.met += 1
+            if self.met % len(self.fragments) == 0:
+                self.sampler.end()
 
     def _give_up(self, meeting: _Meeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
+        self._meeting = None
         for name, kept in meeting.before.items():
             self.members[name].state.update(kept)
 
@@ -309,7 +318,13 @@ class OuterSteps(Reductions):
         of = {"every": self.settings.every, "fragments": len(self.fragments)}
         step = {"lr": self.lr, "momentum": self.momentum}
         counts = {"steps": self.taken, "met": self.met}
-        return {"outer": {**of, **step, **counts, "weights": named}}
+        found = {**of, **step, **counts, "weights": named}
+        meeting = self._meeting
+        if meeting is not None:  # its averages are there
+            names = [member.name for member in meeting.fragment.members]
+            found["begun"] = meeting.step
+            found["averages"] = dict(zip(names, meeting.values, strict=True))
+        return {"outer": found}
 
     def _loading(self, job: SavedJob) -> Callable[[], None]:
         saved = (job.own or job.states[0]).get("outer")
@@ -337,18 +352,33 @@ class OuterSteps(Reductions):
             self.lr, self.momentum = saved["lr"], saved["momentum"]
             for fragment, found in zip(self.fragments, of, strict=True):
                 fragment.load(found)
-                if joins:  # a replica that was not there begins where all of them met
+            self._meeting = meeting = self._resumed(saved)
+            if joins:  # a replica that was not there begins where all of them met
+                if meeting is not None:
+                    meeting.fragment.step(meeting.values, self.lr, self.momentum)
+                    self.met, self._meeting = self.met + 1, None
+                for fragment in self.fragments:
                     fragment.mix(0.0)
                     self._replica.spread(fragment.every)
 
         return load
+
+    def _resumed(self, saved: Mapping[str, Any]) -> _Meeting | None:
+        """The meeting that was under way as a state was saved."""
+        if "begun" not in saved:
+            return None
+        due = self.settings.due(saved["begun"])
+        assert due is not None
+        fragment = self.fragments[due]
+        values = [saved["averages"][m.name].clone() for m in fragment.members]
+        return _Meeting(fragment, saved["begun"], values, {}, None, is_there=True)
 
     # ---- its end
 
     def remove(self) -> None:
         """Apply what is under way, and count no steps any more."""
         try:
-            self.settle()
+            self.finish()
         finally:
             self._hook.remove()
             super().remove()
