@@ -95,7 +95,7 @@ def _moved(
     return found
 
 
-@on(2, "diloco", "streaming", "muloco", "average")
+@on(2, "diloco", "streaming", "muloco", "sparseloco", "average")
 def test_a_saved_run_goes_on_bit_for_bit(rank: int, preset: str) -> None:
     def begin() -> Any:
         model = net(layers=7)

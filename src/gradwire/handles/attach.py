@@ -82,7 +82,7 @@ def attach(
             over all other arguments.
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
             and add it to the next step's gradient. "powersgd", "artopk", "topkc", "lwtopk",
-            "globaltopk" and "dgc" always do. A biased codec (`Codec.biased`: topk, onebit, ...)
+            "globaltopk", "sparseloco" and "dgc" always do. A biased codec (`Codec.biased`: topk, onebit, ...)
             without it warns once per process, and so does error feedback around a method whose
             error may be larger than what it encodes (`Codec.contracts`: terngrad, qsgd:bits=2).
         options: how collectives run: algorithm (docs/reference/algorithms.md), seed, and more; see

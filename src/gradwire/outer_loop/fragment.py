@@ -65,7 +65,8 @@ class Fragment:
             theta, velocity = self.theta[home.name], self.velocity[home.name]
             average = average.view(theta.shape)
             velocity.mul_(momentum).add_(average)
-            theta.add_(average.add_(velocity, alpha=momentum), alpha=-lr)
+            # Product by product, as every machine rounds it: a fused one may differ in a bit.
+            theta.sub_(average.add_(velocity * momentum).mul_(lr))
 
     def mix(self, share: float) -> None:
         """Move the model's rows to the outer weights, but for a share of what they are."""

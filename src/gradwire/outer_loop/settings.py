@@ -103,6 +103,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "mix": 0.5,
         },
         "muloco": {"every": 30, "codec": "qsgd:bits=4", "lr": 0.8, "residual": 0.95},  # 2505.23725
+        "sparseloco": {  # 2508.15706
+            "every": 30, "codec": "sparseloco", "lr": 1.0, "momentum": 0.0, "residual": 0.95,
+        },
         "average": {"every": 30, "lr": 1.0, "momentum": 0.0},  # local SGD: 1805.09767
     }
 )  # fmt: skip
