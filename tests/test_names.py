@@ -51,7 +51,7 @@ def test_what_has_gone_says_what_to_write() -> None:
         "AdaComp", "Cast", "DGC", "ErrorFeedback", "Float8", "GlobalTopK", "GradDrop",
         "HardThreshold", "Identity", "LGreco", "LearnedLevels", "LowRank", "MSTopK", "OneBit",
         "Probe", "RandomK", "RandomShift", "Rotated", "Saturating", "TBQ", "TernGrad", "ThreeLC",
-        "Triggers", "load_state_dict", "state_dict",
+        "SparseLoCo", "Triggers", "load_state_dict", "state_dict",
     }  # fmt: skip
     for name in gone:
         with pytest.raises(

@@ -113,7 +113,7 @@ class SparseLoCo(Aggregator):
         kept = rows.gather(1, at)
         means, bins = self._binned(kept)
         marks = torch.zeros(len(rows), self._high, dtype=torch.bool, device=values.device)
-        rank = torch.arange(self.keep, device=values.device)
+        rank = _upto(self.keep, values.device)
         marks.scatter_(1, (at >> self._low) + rank, True)
         # The norm travels: ranks with other numbers of threads would add squares in another order.
         head = torch.cat([means, means[bins].norm().view(1)])
@@ -135,12 +135,12 @@ class SparseLoCo(Aggregator):
         chunks = -(-numel // self.chunk)
         head, low, high, bins = payload.split(self._sizes(chunks))
         marks = _unpacked(high, 1, (chunks, self._high)).bool()
-        rank = torch.arange(self.keep, device=payload.device)
+        rank = _upto(self.keep, payload.device)
         # The places of ones, ascending; of another payload than `_encoded` made, any places.
         ones = marks.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         upper = (ones - rank).clamp(0, (self.chunk >> self._low) - 1)
         at = (upper << self._low) | _unpacked(low, self._low, (chunks, self.keep))
-        at += torch.arange(chunks, device=payload.device)[:, None] * self.chunk
+        at += _upto(chunks, payload.device)[:, None] * self.chunk
         codes = _unpacked(bins, self.bits, (chunks, self.keep))
         numbers = head.clone().view(torch.float32)
         inside = at < numel
@@ -159,16 +159,20 @@ class SparseLoCo(Aggregator):
         return f"sparseloco({of}, mean={self.mean}, clip={self.clip})"
 
 
+def _upto(number: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(number, dtype=torch.int64, device=device)
+
+
 def _packed(numbers: torch.Tensor, width: int) -> torch.Tensor:
     """The lowest bits of numbers, one after the other, the lowest first."""
-    places = torch.arange(width, device=numbers.device)
+    places = _upto(width, numbers.device)
     bits = (numbers.reshape(-1, 1).long() >> places & 1).view(-1)
     bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (bits << torch.arange(8, device=bits.device)).sum(1).to(torch.uint8)
+    return (bits << _upto(8, bits.device)).sum(1).to(torch.uint8)
 
 
 def _unpacked(packed: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Tensor:
     """Numbers of this shape, as `_packed` stored them."""
-    bits = (packed[:, None] >> torch.arange(8, device=packed.device) & 1).view(-1)
+    bits = (packed[:, None] >> _upto(8, packed.device) & 1).view(-1)
     bits = bits[: math.prod(shape) * width].view(-1, width).long()
-    return (bits << torch.arange(width, device=bits.device)).sum(1).view(shape)
+    return (bits << _upto(width, bits.device)).sum(1).view(shape)
