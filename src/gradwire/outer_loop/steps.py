@@ -42,8 +42,9 @@ class _Meeting:
         step: the optimizer step after which it began.
         values: differences, which averages replace.
         before: what members had left out, as it was.
-        told: what every replica tells: its outer weights' number, lr and momentum, and a weight
-            that is not finite.
+        by: lr and momentum of the outer step.
+        told: what every replica tells: its outer weights' number, these two, and a weight that is
+            not finite.
         is_there: whether `values` are averages, and all ranks of the replica know it.
     """
 
@@ -51,6 +52,7 @@ class _Meeting:
     step: int
     values: list[torch.Tensor]
     before: dict[str, dict[str, torch.Tensor]]
+    by: tuple[float, float]
     told: PendingResult[list[Any]] | None
     begun: float = field(default_factory=time.perf_counter)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -120,9 +122,8 @@ class OuterSteps(Reductions):
             self.begin(self._span)
             self._span = 0.0
         values, fault = fragment.differences()
-        told = self.owner.ranks.tell(
-            "meeting", [fragment.fingerprint(), self.lr, self.momentum, fault]
-        )
+        by = self.lr, self.momentum
+        told = self.owner.ranks.tell("meeting", [fragment.fingerprint(), *by, fault])
         observe = self._observe if self.sampler.running else None
         before_values = [v.clone() for v in values] if observe is not None else []
         kept: dict[str, dict[str, torch.Tensor]] = {}
@@ -134,7 +135,7 @@ class OuterSteps(Reductions):
             member.add_owed(value)
             if RESIDUAL in state and self.settings.residual is not None:
                 state[RESIDUAL] *= self.settings.residual
-        meeting = _Meeting(fragment, self.taken, values, kept, told)
+        meeting = _Meeting(fragment, self.taken, values, kept, by, told)
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             if error is None:
@@ -198,7 +199,7 @@ class OuterSteps(Reductions):
         self.settle()
         meeting, self._meeting = self._meeting, None
         if meeting is not None:
-            meeting.fragment.step(meeting.values, self.lr, self.momentum)
+            meeting.fragment.step(meeting.values, *meeting.by)
             meeting.fragment.mix(self.settings.mix)
             self._replica.spread(meeting.fragment.every)
             self.met += 1
@@ -355,7 +356,7 @@ class OuterSteps(Reductions):
             self._meeting = meeting = self._resumed(saved)
             if joins:  # a replica that was not there begins where all of them met
                 if meeting is not None:
-                    meeting.fragment.step(meeting.values, self.lr, self.momentum)
+                    meeting.fragment.step(meeting.values, *meeting.by)
                     self.met, self._meeting = self.met + 1, None
                 for fragment in self.fragments:
                     fragment.mix(0.0)
@@ -371,7 +372,8 @@ class OuterSteps(Reductions):
         assert due is not None
         fragment = self.fragments[due]
         values = [saved["averages"][m.name].clone() for m in fragment.members]
-        return _Meeting(fragment, saved["begun"], values, {}, None, is_there=True)
+        by = self.lr, self.momentum
+        return _Meeting(fragment, saved["begun"], values, {}, by, None, is_there=True)
 
     # ---- its end
 
