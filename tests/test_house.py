@@ -45,7 +45,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "groups":         (  143,  0,  0, "errors transport engine"),
     "collectives":    ( 2916, 26,  0, "..groups"),
     "tools/__init__": (    4,  0,  0, ""),
-    "aggregators":    ( 3123, 29,  0, "errors lang codecs engine algorithms partition collectives"),
+    "aggregators":    ( 3306, 30,  0, "errors lang codecs engine algorithms partition collectives"),
     "planner":        ( 1754, 10,  3, "..aggregators"),
     "controllers":    ( 2557, 27,  0, "errors lang codecs aggregators planner"),
     "decide":         ( 1462, 20,  0, "..controllers"),
@@ -54,11 +54,12 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "backend":        ( 1192,  6,  2, "..handles"),
     "trainers":       ( 1031, 11,  0, "..handles"),
     "flexible":       (  552,  5,  0, "..handles"),
+    "outer_loop":     ( 1100,  7,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
-    "__init__":       (  140,  0,  0, "..flexible"),
+    "__init__":       (  144,  0,  0, "..outer_loop"),
     "tools/sim":      ( 3417, 40,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
-    "tools/bench":    ( 9390, 54,  0, "..__init__ tools/sim tools/lab"),
+    "tools/bench":    ( 9494, 55,  0, "..__init__ tools/sim tools/lab"),
     "tools/predict":  (  757,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
     "tools/report":   ( 3238, 11,  0, "errors tools/bench tools/predict"),
     "tools/demo":     (  114,  0,  0, "tools/lab tools/bench tools/report"),
@@ -69,7 +70,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
 
 # Of one steady scope of three parameters, two ranks as threads on loopback, without the threads of
 # the control channel; and the modules of both packages behind `import gradwire; gw.attach`.
-CLASSES, FILES, LOADED = 25, 26, 199
+CLASSES, FILES, LOADED = 25, 26, 200
 
 # A family of choices, and a node of the language: users type the first.
 ALIKE = {"Rank"}

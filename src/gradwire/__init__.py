@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradwire.handles.attach import attach
     from gradwire.handles.handle import Handle
     from gradwire.lang import Codec
+    from gradwire.outer_loop.outer import outer
     from gradwire.planner import Plan
     from gradwire.planner.probe import probe
     from gradwire.trainers import accelerate as accelerate
@@ -66,6 +67,7 @@ __all__ = [
     "all_reduce",
     "attach",
     "broadcast",
+    "outer",
     "probe",
     "reduce_scatter",
     "register",
@@ -84,6 +86,7 @@ _HOMES = {
     "backend.register": ("register",),
     "flexible.flexible": ("Flexible",),
     "handles.handle": ("Handle",),
+    "outer_loop.outer": ("outer",),
     "decide.auto": ("Auto",),
     "planner": ("Plan",),
     "planner.probe": ("probe",),
@@ -99,6 +102,7 @@ _RENAMED = {
     "ErrorFeedback": "gw.aggregators.ErrorFeedback",
     "GlobalTopK": "gw.aggregators.GlobalTopK",
     "LGreco": 'gw.controllers.LGreco  # or its name, "lgreco"',
+    "SparseLoCo": "gw.aggregators.SparseLoCo",
     "Probe": "from gradwire.planner.probe import Probe",
     "Triggers": "gw.flexible.Triggers",
     "load_state_dict": "gw.collectives.load_state_dict",

@@ -18,6 +18,7 @@ from gradwire.aggregators import (
     GlobalTopK,
     LWTopK,
     PowerSGD,
+    SparseLoCo,
     TopKC,
     selection,
 )
@@ -76,6 +77,14 @@ def of_topkc(made: TopKC, ranks: int, *numels: int) -> Found:
     return sum(nbytes for nbytes, _ in parts), [reduced(ranks, *part) for part in parts]
 
 
+def of_sparseloco(made: SparseLoCo, ranks: int, *numels: int) -> Found:
+    """Codes of 2 bits and positions of 8: 10 bits per value that is kept; five numbers."""
+    (numel,) = numels
+    nbytes = numel // made.chunk * made.keep * 10 // 8 + 20
+    padded = -(-nbytes // 16) * 16 + HEADER_BYTES
+    return nbytes, [(ranks * (ranks - 1) * (nbytes + HEADER_BYTES), ranks * (ranks - 1) * padded)]
+
+
 ONE, SEVERAL = [(60, 80)], [(60, 80), (33,), (9, 9)]
 LARGE, MODEL = [(640, 128)], [(640, 128), (100,), (26, 31), ()]
 CASES: list[tuple[Callable[..., Found], Any, int, list[Any]]] = [
@@ -84,6 +93,7 @@ CASES: list[tuple[Callable[..., Found], Any, int, list[Any]]] = [
     (of_artopk, ARTopK(1, "auto", values="fp16"), 5, ONE),
     (of_lwtopk, LWTopK(0.02), 3, SEVERAL),
     (of_globaltopk, GlobalTopK(0.02), 2, [(64, 96), (2048,)]),
+    (of_sparseloco, SparseLoCo(), 3, [(256, 1024)]),
     (of_thc, THC(5, 4, chunk=256), 3, [(160, 1024)]),
     (of_topkc, TopKC(0.5, None, "fp16", scope="layer"), 2, LARGE),
     (of_topkc, TopKC(2, None, "bf16", scope="layer"), 3, LARGE),

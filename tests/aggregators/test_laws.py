@@ -27,6 +27,7 @@ from gradwire.aggregators import (
     LWTopK,
     Observation,
     PowerSGD,
+    SparseLoCo,
     StateSpec,
     Steps,
     TopKC,
@@ -120,6 +121,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "randomk": (Compressed(RandomK(0.1)),),
     "dgc": (DeepGradientCompression(0.05, momentum=0, warmup=2),),
     "dgc with momentum": (DeepGradientCompression(0.05),),
+    "sparseloco": (SparseLoCo(keep=6, chunk=64, mean="ranks", clip=False),),
     "drawn": (Drawn(),),
     "mixed": (
         PowerSGD(1),

@@ -20,6 +20,7 @@ from gradwire.aggregators import (
     GlobalTopK,
     LWTopK,
     PowerSGD,
+    SparseLoCo,
     TopKC,
     registry,
 )
@@ -307,9 +308,52 @@ def rotation(numel: int, how: str, chunk: int, signs: torch.Tensor) -> torch.Ten
     return torch.block_diag(*blocks) * signs.double()
 
 
+class OfSparseLoCo(Reference):
+    """2508.15706: the largest of each chunk, in bins around the mean of all that are kept."""
+
+    def sent(self, step: int, fed: Every, before: Mapping[str, Every]) -> Every:
+        self.places: list[Tensors] = []
+        found = []
+        for mine in fed:
+            pairs = [self._of(values) for values in mine]
+            found.append([values for values, _ in pairs])
+            self.places.append([at for _, at in pairs])
+        return found
+
+    def _of(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made, numel = self.made, len(values)
+        if not numel:
+            return values, values
+        rows = torch.nn.functional.pad(values, (0, -numel % made.chunk)).view(-1, made.chunk)
+        at = rows.abs().topk(made.keep, 1).indices
+        kept, many = rows.gather(1, at), 2**made.bits
+        low = kept.mean() - 3 * kept.std(correction=0)
+        width = 6 * kept.std(correction=0) / many
+        bins = ((kept - low) / width).floor().clamp(0, many - 1)
+        coded = torch.zeros_like(kept)
+        for one in bins.unique():
+            coded[bins == one] = kept[bins == one].mean()
+        zeros = torch.zeros_like(rows)
+        sent, places = zeros.scatter(1, at, coded), zeros.scatter(1, at, 1.0)
+        return sent.view(-1)[:numel], places.view(-1)[:numel]
+
+    def averages(self, sent: Every) -> Tensors:
+        found = []
+        for of, at in zip(zip(*sent, strict=True), zip(*self.places, strict=True), strict=True):
+            norms = torch.stack([self._norm(one) for one in of])
+            most = norms.median() if self.made.clip else norms.max()
+            total = sum(v * min(1.0, float(most / n)) for v, n in zip(of, norms, strict=True))
+            many = sum(at).clamp(min=1) if self.made.mean == "senders" else self.ranks
+            found.append(total / many)
+        return found
+
+    def _norm(self, values: torch.Tensor) -> torch.Tensor:
+        return values.norm().clamp(min=1e-30)
+
+
 REFERENCES: dict[type[Aggregator], type[Reference]] = {
     ARTopK: OfARTopK, DeepGradientCompression: OfDeep, LWTopK: OfLWTopK, GlobalTopK: OfGlobalTopK,
-    TopKC: OfTopKC, PowerSGD: OfPowerSGD, THC: OfTHC,
+    TopKC: OfTopKC, PowerSGD: OfPowerSGD, SparseLoCo: OfSparseLoCo, THC: OfTHC,
 }  # fmt: skip
 CASES = [
     ("artopk:density=0.1:leader=round_robin:scope=layer:values=fp32", 2, FP32),
@@ -330,6 +374,9 @@ CASES = [
     ("topkc:bits=4:chunk=16:values=fp32:scope=layer", 2, FP32),
     ("topkc:bits=9:chunk=8:values=fp32:scope=layer", 3, FP16),
     ("topkc:bits=32:chunk=4:values=fp32:scope=model", 3, BF16),
+    ("sparseloco:keep=5:chunk=64", 3, FP32),
+    ("sparseloco:keep=3:chunk=128:bits=3:mean=ranks", 2, BF16),
+    ("sparseloco:keep=16:chunk=32:bits=4:clip=false", 5, FP16),
     ("powersgd:rank=1", 2, FP32),
     ("powersgd:rank=2:orthogonal=qr", 3, FP16),
     ("powersgd:rank=4", 5, BF16),

@@ -22,7 +22,10 @@ from products import EXHAUSTIVE
 DDP = replace(
     TINY,
     nodes=3,  # torch's sums of three ranks depend on DDP's buckets
-    methods=("torch-fp32", "torch-powersgd", "qsgd:bits=2:error_feedback=true"),
+    methods=(
+        "torch-fp32", "torch-powersgd", "qsgd:bits=2:error_feedback=true",
+        "outer:every=4:fragments=2:delay=1:mix=0.5:codec=qsgd:bits=2",
+    ),
     steps=9, evaluate_every=3, patience=15, save_seconds=0.0,
 )  # fmt: skip
 SHARDED = replace(

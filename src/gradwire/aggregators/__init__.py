@@ -19,6 +19,7 @@ from gradwire.aggregators.protocol import (
     Steps,
 )
 from gradwire.aggregators.rounds import Rounds
+from gradwire.aggregators.sparseloco import SparseLoCo
 from gradwire.aggregators.thc import THC
 from gradwire.aggregators.topkc import TopKC
 
@@ -41,6 +42,7 @@ __all__ = [
     "Observation",
     "PowerSGD",
     "Rounds",
+    "SparseLoCo",
     "StateSpec",
     "Steps",
     "TopKC",

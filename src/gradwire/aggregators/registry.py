@@ -16,6 +16,7 @@ from gradwire.aggregators.globaltopk import GlobalTopK
 from gradwire.aggregators.lwtopk import LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
+from gradwire.aggregators.sparseloco import SparseLoCo
 from gradwire.aggregators.thc import THC
 from gradwire.aggregators.topkc import TopKC
 from gradwire.codecs.text import merged, parse, spelled
@@ -30,6 +31,7 @@ REGISTRY: dict[str, type[Aggregator]] = {
     "thc": THC,
     "lwtopk": LWTopK,
     "globaltopk": GlobalTopK,
+    "sparseloco": SparseLoCo,
     "dgc": DeepGradientCompression,  # of the same name: the codec inside it
 }
 

@@ -31,7 +31,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 # The names of gradwire.aggregators.registry, which imports this package: named here for an error.
-_AGGREGATORS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk")
+_AGGREGATORS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk", "sparseloco")
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:

@@ -82,9 +82,9 @@ def attach(
             over all other arguments.
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
             and add it to the next step's gradient. "powersgd", "artopk", "topkc", "lwtopk",
-            "globaltopk" and "dgc" always do. A biased codec (`Codec.biased`: topk, onebit, ...)
-            without it warns once per process, and so does error feedback around a method whose
-            error may be larger than what it encodes (`Codec.contracts`: terngrad, qsgd:bits=2).
+            "globaltopk", "sparseloco" and "dgc" always do. A biased codec (`Codec.biased`: topk,
+            onebit) without it warns once per process, and so does error feedback around a method
+            whose error may exceed what it encodes (`Codec.contracts`: terngrad, qsgd:bits=2).
         options: how collectives run: algorithm (docs/reference/algorithms.md), seed, and more; see
             gw.Options. FSDP2 modules have the algorithms "sra" and "hierarchical": in two levels,
             for several ranks per machine, so that what is gathered and scattered crosses between

@@ -151,6 +151,8 @@ class MethodRun:
     def ideal_step(self) -> float:
         """Seconds of a step without communication. Call it after the last evaluation, since ranks
         diverge."""
+        if self.method.meets:
+            self.applied.remove()
         if self.replica is not None:
             self.applied.remove()
             nothing = TorchGather(sends=False), TorchScatter(sends=False), TorchHop(sends=False)
@@ -236,7 +238,7 @@ class MethodRun:
         own = {name: getattr(self, name) for name in _COUNTED}
         own |= {"sent": self.traffic(), "method": self.applied.state()}
         own["random"] = torch.get_rng_state()
-        if self.replica is not None or dist.get_rank() == 0:
+        if self.replica is not None or self.method.meets or dist.get_rank() == 0:
             own["trained"] = tree_map_only(DTensor, DTensor.to_local, self._trained())
         return own
 
@@ -253,7 +255,7 @@ class MethodRun:
         if own["step"]:
             with torch.enable_grad():
                 self.one_step()
-        saved = replicas if self.replica is None else own
+        saved = own if self.replica is not None or self.method.meets else replicas
         mine = tree_map_only(DTensor, DTensor.to_local, self._trained())
         for value, of in zip(tree_leaves(mine), tree_leaves(saved["trained"]), strict=True):
             if isinstance(value, torch.Tensor):

@@ -19,7 +19,8 @@ Others are torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R
 the first 1/ratio of each bucket, uncompressed: a bound on what compressing could pay (CGX Fig. 1;
 THESIS C.2, Fig. C.1), a codec of that ratio that takes no time. The rest arrives as zeros, so that
 ranks agree and nothing diverges, but what is trained is not the model: its rows are marked
-`timing_only`. What each has sent, `applied` counts.
+`timing_only`. Replicas that meet every so many steps are `outer:...` (`outer.py`). What each has
+sent, `applied` counts.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from gradwire.lang import Codec
 from gradwire.lang.kernels import uncompiled
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, exactly
+from gradwire_tools.bench.train import outer
 from gradwire_tools.bench.train.applied import (
     Applied,
     Options,
@@ -109,6 +111,11 @@ class Method:
             _flexible_options(self.options)
         if self.automatic:
             _auto_options(self.options)
+        if self.meets:
+            try:
+                outer.settings(self.options)
+            except ConfigError as error:
+                raise ConfigError(f"method {self.name!r}: {error}") from error
         if self.kind != "gradwire" or self.automatic:
             return
         made, options = self._made()
@@ -167,6 +174,16 @@ class Method:
         return self.options.get("codec") == AUTO
 
     @property
+    def meets(self) -> bool:
+        """Whether ranks are replicas with weights of their own."""
+        return self.kind == outer.OUTER
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which what they send is repeated."""
+        return outer.settings(self.options).every if self.meets else 1
+
+    @property
     def watches(self) -> bool:
         """Whether it measures the network while it trains."""
         return self.automatic or self.kind == FLEXIBLE
@@ -196,26 +213,28 @@ class Method:
         found = [repr(near) for name in own if (near := nearest(name, others))]
         return f" (did you mean {', '.join(found)}?)" if found else ""
 
-    def distribute(self, model: nn.Module) -> DistributedDataParallel:
-        """The model under DDP, bucketed as the method needs it."""
+    def distribute(self, model: nn.Module) -> Any:
+        """The model under DDP, bucketed as the method needs it; or by itself."""
+        if self.meets:
+            return outer.Apart(model)
         return DistributedDataParallel(model, bucket_cap_mb=self.bucket_mb)
 
-    def apply(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None
-    ) -> Applied:
+    def apply(self, model: Any, optimizer: torch.optim.Optimizer | None = None) -> Applied:
         """Registers the method's communication hook on `model`, once, before its first step.
 
         Args:
-            optimizer: of the model; `flexible` and cross_barrier need it.
+            optimizer: of the model; `flexible`, cross_barrier and replicas that meet need it.
 
         Raises:
             ConfigError: gradwire does not know the codec or an option.
         """
         begun = time.perf_counter()
-        if self.kind != FLEXIBLE and not self.cross_barrier:
+        if self.kind != FLEXIBLE and not self.cross_barrier and not self.meets:
             applied = _APPLY[self.kind](model, self.options)
         elif optimizer is None:
             raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
+        elif self.meets:
+            applied = outer.meet(model, optimizer, self.options)
         elif self.cross_barrier:
             applied = of_handle(attach(model, self.options, optimizer))
         else:
@@ -256,11 +275,16 @@ def parse(text: str) -> Method:
         return NAMED[text]
     kind, _, rest = (part.strip() for part in text.partition(":"))
     ours = {**codecs.REGISTRY, **registry.REGISTRY}
+    if kind == outer.OUTER:
+        try:
+            return Method(text, kind, parse_text(outer.with_preset(text))[1])
+        except ConfigError as error:
+            raise ConfigError(f"method {text!r}: {error}") from error
     if kind in {*ours, AUTO, FLEXIBLE}:
         kind, rest = "gradwire", text
     if kind not in _NUMBERS and (not rest or kind not in {*NAMED, "gradwire"}):
         several = "CODEC:OPTION=VALUE:... with a codec or aggregator of `gradwire codec list`"
-        known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, several]
+        known = [*NAMED, "truncate:ratio=R", AUTO, FLEXIBLE, "outer:PRESET:every=N", several]
         others = {name: name for name in ours}
         raise ConfigError(f"unknown method {text!r}: {use_one_of(kind, known, others)}")
     try:

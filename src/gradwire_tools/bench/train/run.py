@@ -158,14 +158,19 @@ def _composed(config: TrainConfig, progress: Advance | None, announce: Announce)
 
     def time(net: str, varied: tuple[str, ...], ends: str) -> dict[str, Timed]:
         """The timed steps on a network, by method: all methods in turns, with one seed."""
-        steps = config.skip_steps + config.timed_steps
-        how: dict[str, Any] = {"net": net, "seeds": config.seeds[:1], "steps": steps}
-        how |= {"evaluate_every": max(1, steps // 4), "interleaved": True}
+        how: dict[str, Any] = {"net": net, "seeds": config.seeds[:1], "interleaved": True}
         how |= dict.fromkeys(("patience", "target", "target_at"))
-        found = train(f"timing {net}", f"timing-{net}", **how)
-        if varied:
-            how |= {"methods": varied, "starts_from": ends}
-            found += train(f"timing {net}, last steps", f"timing-late-{net}", **how)
+        found: list[Row] = []
+        for cycle in sorted({config.method(m).cycle for m in config.methods}):
+            alike = tuple(m for m in config.methods if config.method(m).cycle == cycle)
+            steps = config.skip_steps + (config.timed_steps if cycle == 1 else 2 * cycle)
+            how |= {"methods": alike, "steps": steps, "evaluate_every": max(1, steps // 4)}
+            of = net if cycle == 1 else f"{net}, every {cycle}"
+            found += train(f"timing {of}", f"timing-{of}", **how)
+            late = tuple(m for m in alike if m in varied)
+            if late and cycle == 1:
+                again = {**how, "methods": late, "starts_from": ends}
+                found += train(f"timing {net}, last steps", f"timing-late-{net}", **again)
         ends_of = [row for row in found if row["row"] == "summary"]
         return {m: [row for row in ends_of if row["method"] == m] for m in config.methods}
 

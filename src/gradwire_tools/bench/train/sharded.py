@@ -85,7 +85,7 @@ class ShardedMethod:
 
     watches = False  # the network, while it trains
     replaces_momentum = False
-
+    meets, cycle = False, 1
     cross_barrier = False  # FSDP2 gathers weights layer by layer
 
     @property

@@ -1,0 +1,1 @@
+"""Outer synchronisation: replicas that train by themselves and meet every H steps."""

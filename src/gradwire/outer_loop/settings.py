@@ -1,0 +1,139 @@
+"""How replicas meet: the settings of the one loop, and the published methods as presets of them.
+
+    Delta = theta - theta_r                   each replica, of the weights that are due
+    Delta <- mean over replicas, through a codec, with what it left out before
+    v <- momentum v + Delta;  theta <- theta - lr (Delta + momentum v)
+    theta_r <- mix theta_r + (1 - mix) theta
+
+theta are the outer weights, equal on all replicas; theta_r are a replica's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from gradwire.aggregators.registry import Method
+from gradwire.errors import ConfigError, use_one_of
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """How replicas meet; equal on all of them.
+
+    Attributes:
+        every: optimizer steps from one meeting of the same weights to the next (H).
+        codec: through which differences travel, as for `gw.attach`.
+        lr, momentum: of the outer step, which is that of torch.optim.SGD with nesterov=True.
+        residual: the share of what the codec left out that is added to the next difference; 0 for
+            none. None: 1 for a codec that needs it, else 0.
+        fragments: into how many parts of the model, which meet one after the other, every /
+            fragments steps apart. None: one of every third layer, as far as that divides `every`.
+        delay: steps that go on while an average is under way.
+        mix: the share of a replica's own weights that it keeps at a meeting.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    every: int = 100
+    codec: Method = "bf16"
+    lr: float = 0.7
+    momentum: float = 0.9
+    residual: float | None = None
+    fragments: int | None = 1
+    delay: int = 0
+    mix: float = 0.0
+
+    def __post_init__(self) -> None:
+        _whole("every", self.every, least=1)
+        _whole("delay", self.delay, least=0)
+        _number("lr", self.lr, 0, math.inf, above=True)
+        _number("momentum", self.momentum, 0, 1, below=True)
+        _number("mix", self.mix, 0, 1, below=True)
+        if self.residual is not None:
+            _number("residual", self.residual, 0, 1)
+        if self.fragments is not None:
+            _whole("fragments", self.fragments, least=1)
+            self._check_division(self.fragments)
+
+    def _check_division(self, fragments: int) -> None:
+        if self.every % fragments:
+            sizes = [n for n in range(1, self.every + 1) if self.every % n == 0]
+            below, beyond = (
+                [n for n in sizes if n < fragments],
+                [n for n in sizes if n > fragments],
+            )
+            near = [*below[-1:], *beyond[:1]]
+            more = -(-self.every // fragments) * fragments
+            raise ConfigError(
+                f"outer: every={self.every} steps are not a multiple of fragments={fragments}: use "
+                f"fragments={' or '.join(map(str, near))}, or every={more}"
+            )
+        if self.delay and self.delay >= self.every // fragments:
+            raise ConfigError(
+                f"outer: delay={self.delay}: an average must be there before the next fragment is "
+                f"due, every {self.every // fragments} steps: use less"
+            )
+
+    def divided(self, fragments: int) -> OuterSettings:
+        """The same with a number of fragments that is known."""
+        return replace(self, fragments=fragments)
+
+    @property
+    def apart(self) -> int:
+        """Steps from one fragment's meeting to the next one's."""
+        assert self.fragments is not None
+        return self.every // self.fragments
+
+    def due(self, step: int) -> int | None:
+        """The fragment that is due after so many optimizer steps; None: none is."""
+        return None if step % self.apart else step % self.every // self.apart
+
+
+# name -> what differs from the defaults, and where it is from
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "diloco": {"every": 500},  # 2311.08105
+        "streaming": {  # 2501.18512
+            "every": 100, "codec": "qsgd:bits=4", "lr": 0.4, "fragments": None, "delay": 1,
+            "mix": 0.5,
+        },
+        "muloco": {"every": 30, "codec": "qsgd:bits=4", "lr": 0.8, "residual": 0.95},  # 2505.23725
+        "sparseloco": {  # 2508.15706
+            "every": 30, "codec": "sparseloco", "lr": 1.0, "momentum": 0.0, "residual": 0.95,
+        },
+        "average": {"every": 30, "lr": 1.0, "momentum": 0.0},  # local SGD: 1805.09767
+    }
+)  # fmt: skip
+
+
+def settings_of(preset: str | None, given: Mapping[str, Any]) -> OuterSettings:
+    """The settings of a preset, changed by arguments that are not None."""
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"outer: preset {preset!r:.60}: {use_one_of(preset, PRESETS)}")
+    changed = {name: value for name, value in given.items() if value is not None}
+    return OuterSettings(**{**PRESETS.get(preset or "", {}), **changed})
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"outer: {name}={value!r:.60}: give a whole number, {least} or more")
+
+
+def _number(
+    name: str, value: object, least: float, most: float, above: bool = False, below: bool = False
+) -> None:
+    """Raise ConfigError unless it is a number from least to most; above, below: not these."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (
+        real
+        and (value > least if above else value >= least)  # type: ignore[operator]
+        and (value < most if below or most == math.inf else value <= most)  # type: ignore[operator]
+    ):
+        low = f"above {least:g}" if above else f"from {least:g}"
+        high = "" if most == math.inf else f" to below {most:g}" if below else f" to {most:g}"
+        raise ConfigError(f"outer: {name}={value!r:.60}: give a number {low}{high}")

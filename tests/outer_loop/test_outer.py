@@ -1,0 +1,245 @@
+"""Outer synchronisation: the loop of the papers, equal on all replicas, saved and resumed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from replicas import net, reference, sgd, train, weights_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from ranks import on, raises, refuses
+from rooms.outer_loop import OuterSettings, fragments_of
+from training import same_everywhere
+
+pytestmark = pytest.mark.multiprocess
+
+NAMES = [name for name, _ in net().named_parameters()]
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].double(), values, rtol=2e-4, atol=2e-5)
+
+
+LOOPS = [
+    {"every": 1, "lr": 1.0, "momentum": 0.0},  # data-parallel SGD
+    {"every": 6, "lr": 0.7, "momentum": 0.9},
+    {"every": 6, "lr": 0.8, "momentum": 0.3, "fragments": 3, "delay": 1, "mix": 0.5},
+    {"every": 10, "lr": 0.4, "momentum": 0.9, "fragments": 2, "delay": 3, "mix": 0.25},
+]
+
+
+@on((1, 2, 3), *range(len(LOOPS)))
+def test_replicas_take_the_steps_of_the_loop_in_float64(rank: int, which: int) -> None:
+    how, ranks, steps = LOOPS[which], dist.get_world_size(), 24
+    model = net(seed=rank)  # all begin with those of rank 0
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **how)
+    train(model, optimizer, rank, range(steps))
+    parts = fragments_of(NAMES, how["every"], how.get("fragments", 1))
+    rest = {k: v for k, v in how.items() if k != "fragments"}
+    replicas, theta = reference(ranks, steps, parts, **rest)
+    close(weights_of(model), replicas[rank])
+    close(outer.outer_weights(), theta)
+    apart, late = how["every"] // len(parts), how.get("delay", 0)
+    met = sum(t % apart == 0 and t + late <= steps for t in range(1, steps + 1))
+    assert outer.stats()["rounds"] == met / len(parts)
+
+
+@on(3, "qsgd:bits=4", "topk:density=0.05", "powersgd:rank=2", "bf16", "onebit")
+def test_a_meeting_loses_nothing_and_is_equal_everywhere(rank: int, codec: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    settings: dict[str, Any] = {"residual": 1.0} if codec != "qsgd:bits=4" else {}
+    outer = gw.outer(model, optimizer, every=3, codec=codec, lr=1.0, momentum=0.0, **settings)
+    members = outer._members
+    for number in range(4):
+        before = outer.outer_weights()
+        kept = {n: m.state.get("residual", torch.zeros(1)).clone() for n, m in members.items()}
+        train(model, optimizer, rank, range(3 * number, 3 * number + 2))
+        loss_step = range(3 * number + 2, 3 * number + 3)
+        moved = _moved(model, optimizer, rank, loss_step, before)
+        after = outer.outer_weights()
+        for name in before:
+            stepped = (before[name] - after[name]).reshape(-1).double()  # lr 1: the average
+            given = moved[name].reshape(-1).double() + kept[name].double()
+            left = members[name].state.get("residual", torch.zeros(1)).double()
+            if settings:  # sum of what was given = ranks x average + sum of what is left
+                total = (given - left).contiguous()
+                dist.all_reduce(total)
+                torch.testing.assert_close(total / 3, stepped, rtol=1e-3, atol=1e-4)
+            assert same_everywhere(after[name])
+            assert torch.equal(model.get_parameter(name).detach(), after[name])
+    assert f"{outer._reductions.fingerprint():08x}" in str(outer)
+
+
+def _moved(
+    model: torch.nn.Module, optimizer: Any, rank: int, steps: range, theta: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """theta - theta_r after these steps, before the meeting at their end."""
+    found: dict[str, torch.Tensor] = {}
+    hooks = optimizer._optimizer_step_post_hooks
+    seen = optimizer.register_step_post_hook(
+        lambda *_: found.update({n: theta[n] - w for n, w in weights_of(model).items()})
+    )
+    hooks.move_to_end(seen.id, last=False)
+    train(model, optimizer, rank, steps)
+    seen.remove()
+    return found
+
+
+@on(2, "diloco", "streaming", "muloco", "sparseloco", "average")
+def test_a_saved_run_goes_on_bit_for_bit(rank: int, preset: str) -> None:
+    def begin() -> Any:
+        model = net(layers=7)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        every = {"streaming": 12}.get(preset, 6)
+        return model, optimizer, gw.outer(model, optimizer, preset, every=every)
+
+    for cut in (1, 4, 7, 12):  # before, between and amid meetings
+        model, optimizer, outer = begin()
+        train(model, optimizer, rank, range(cut))
+        saved = copy.deepcopy([one.state_dict() for one in (outer, model, optimizer)])
+        train(model, optimizer, rank, range(cut, 26))
+        again = begin()
+        for one, state in zip((again[2], again[0], again[1]), saved, strict=True):
+            one.load_state_dict(state)
+        train(again[0], again[1], rank, range(cut, 26))
+        outer._reductions.finish()
+        again[2]._reductions.finish()
+        for a, b in zip(model.parameters(), again[0].parameters(), strict=True):
+            assert torch.equal(a, b)
+        assert outer._reductions.fingerprint() == again[2]._reductions.fingerprint()
+
+
+@on(2)
+def test_a_replica_that_joins_begins_where_all_met(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=3, codec="qsgd:bits=4")
+    train(model, optimizer, rank, range(7))
+    state = outer.full_state_dict()
+    theta = outer.outer_weights()
+    outer.detach()
+    alone = net(seed=5)
+    group = [dist.new_group([one]) for one in range(2)][rank]
+    again = gw.outer(alone, sgd(alone), every=3, codec="qsgd:bits=4", group=group)
+    again.load_state_dict(state)
+    for name, values in again.outer_weights().items():
+        assert torch.equal(values, theta[name])
+        assert torch.equal(alone.get_parameter(name).detach(), values)
+
+
+@on(4, "ddp", "fsdp2")
+def test_ranks_of_a_replica_share_the_work(rank: int, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+    model: Any = net()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
+    else:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["ranks"])
+        fully_shard(model, mesh=mesh["ranks"])
+    optimizer = sgd(model)
+    how = {"every": 4, "lr": 0.8, "momentum": 0.5, "fragments": 2, "delay": 1, "mix": 0.5}
+    outer = gw.outer(model, optimizer, codec="none", group=mesh["replicas"], **how)
+    train(model, optimizer, rank // 2, range(16))  # ranks of a replica have the same batches
+    parts = fragments_of(NAMES, 4, 2)
+    rest = {k: v for k, v in how.items() if k != "fragments"}
+    replicas, _ = reference(2, 16, parts, **rest)
+    found = {
+        name.removeprefix("module."): p.full_tensor() if kind == "fsdp2" else p
+        for name, p in weights_of(model).items()
+    }
+    close(found, replicas[rank // 2])
+    # half of the rows each
+    rows = sum(values.numel() for values in outer.outer_weights().values())
+    assert rows < 0.6 * sum(p.numel() for p in net().parameters())
+
+
+@on(2)
+def test_what_replicas_must_have_alike_is_checked(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=2, codec="qsgd:bits=4")
+    train(model, optimizer, rank, range(2))
+    theta = outer.outer_weights()
+    outer.lr = 0.5 + rank / 4
+    train(model, optimizer, rank, range(2, 3))
+    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(3, 4)), "differs", "lr")
+    outer.lr = 0.5
+    with torch.no_grad():
+        model.layers[1].weight[0, 0] = float("nan") if rank == 1 else 0.0
+    step = range(4, 6)
+    raises(gw.ConfigError, lambda: train(model, optimizer, rank, step), "rank 1", "not finite")
+    for name, values in outer.outer_weights().items():  # nothing of either was applied
+        assert torch.equal(values, theta[name])
+    refuses("from 0 to below 1", lambda: setattr(outer, "momentum", 1.0))
+
+
+@on(2)
+def test_replicas_that_drift_apart_are_named(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=1, codec="bf16")
+    train(model, optimizer, rank, range(1))
+    if rank == 1:
+        outer._reductions.fragments[0].theta["head.bias"] += 1e-3
+    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(1, 2)), "outer weights")
+
+
+@on(2)
+def test_bytes_are_those_of_the_codec(rank: int) -> None:
+    model = net(width=128)
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=2, codec="qsgd:bits=4")
+    expected = outer._reductions.expected()
+    train(model, optimizer, rank, range(6))
+    stats = outer.stats()
+    numel = sum(p.numel() for p in model.parameters())
+    assert stats["wire_bytes"] == pytest.approx(3 * expected.wire_bytes, rel=0.02)
+    assert 8 * stats["wire_bytes"] / (3 * numel) < 5.5  # of 4 bits and a scale per 128 values
+    assert stats["steps"] == 3
+    assert stats["raw_bytes"] == 3 * 4 * numel
+
+
+@on(2)
+def test_wrong_arguments_say_what_to_do(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def refused(said: str, *of: Any, **how: Any) -> None:
+        refuses(said, lambda: gw.outer(model, optimizer, *of, **how))
+
+    refused("did you mean 'diloco'", "dilocko")
+    refused("fragments=5 or 10", every=100, fragments=7)
+    refused("at most 5", every=100, fragments=10)
+    refused("use less", every=10, fragments=5, delay=2)
+    refused("every=0", every=0)
+    refused("lr=-1", lr=-1)
+    refused("biased", codec="topk", residual=0.0)
+    refused("did you mean 'momentum'", momentun=0.5)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "ranks"))
+    ddp = DistributedDataParallel(net())
+    refuses("one replica", lambda: gw.outer(ddp, sgd(ddp), group=mesh["ranks"]))
+    refuses("no torch.optim.Optimizer", lambda: gw.outer(model, 3))
+    refuses("ranks disagree", lambda: gw.outer(model, optimizer, every=2 + rank))
+
+
+def test_layers_are_dealt_out_in_turn() -> None:
+    names = ["embed.weight", *(f"h.{n}.w" for n in range(5)), "head.weight"]
+    dealt = fragments_of(names, 12, 3)
+    outside = ["embed.weight", "head.weight"]
+    assert dealt == [["h.0.w", "h.2.w", "h.4.w"], ["h.1.w", "h.3.w"], outside]
+    assert fragments_of(names, 10, None) == [[f"h.{n}.w" for n in range(5)], outside]
+    assert fragments_of(["a.weight"], 10, None) == [["a.weight"]]
+    assert [OuterSettings(every=6, fragments=3).due(t) for t in range(1, 7)] == [
+        None, 1, None, 2, None, 0,
+    ]  # fmt: skip
