@@ -23,7 +23,7 @@ from gradwire_tools.report.rows import Row, read
 # (rows, how the networks and the methods of those that are drawn begin)
 PICTURES = {
     "gains-gpt": ("headline-gpt", "", ("",)),
-    "gains-image": ("train-image", "", ("",)),
+    "gains-image": ("headline-image", "", ("",)),
     "hsdp": ("train-hsdp", "", ("",)),
     "time-to-accuracy": ("headline-gpt", "300mbit", ("torch-fp", "fp16", "qsgd")),
 }
