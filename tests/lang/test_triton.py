@@ -47,7 +47,8 @@ REST = tuple(form for form in FORMS if form not in MOST)
 
 @dataclass(frozen=True)
 class Case:
-    """Forms over rows of `sizes` values and of `given` ones; size 0 stands for a block and one."""
+    """Forms over rows of `sizes` values and of `given` ones; size 0 stands for a full tile, a block
+    and one."""
 
     codec: Codec
     forms: tuple[str, ...] = MOST
@@ -60,8 +61,8 @@ class Case:
 
     def differences(self) -> str:
         """Runs where Triton interprets kernels."""
-        block = layout(self.codec, self.dtype).block
-        sizes = [n or block + 1 for n in self.sizes]
+        lay = layout(self.codec, self.dtype)
+        sizes = [n or (triton_rows.group(lay) + 1) * lay.block + 1 for n in self.sizes]
         given = self.given
         return triton_checks.differences(self.codec, self.dtype, sizes, given, self.forms)
 
@@ -252,3 +253,25 @@ def test_the_table_agrees_with_the_layout() -> None:
         ):
             assert table[:, tiles.COLUMN[name]].tolist() == expected, (codec, name)
     assert triton_rows.statistics([]) == []
+
+
+def test_full_tiles_are_aligned() -> None:
+    """A row has full tiles if all of its addresses are aligned, and the payloads of a sum."""
+    codec = QSGD(block=128)
+    rows = np.zeros(3, ROW)
+    rows["numel"] = 2 * 4096 + 300, 100, 4096
+    rows["values"] = 4096
+    made = tiles.divide(rows, layout(codec))
+    for name, expected in (
+        ("tiles", [0, 4, 5]), ("full_tiles", [0, 2, 2]), ("other_tiles", [0, 2, 3]),
+        ("first_other", [2, 0, 1]),
+    ):  # fmt: skip
+        assert made.table[:, tiles.COLUMN[name]].tolist() == expected, name
+    assert (made.number, made.full) == (6, 3)
+    for name in ("values", "residual", "payload", "source"):
+        loose = rows.copy()
+        loose[name][0] += 8
+        made = tiles.divide(loose, layout(codec))
+        assert (made.number, made.full) == (6, 1), name
+    assert tiles.divide(rows, layout(codec), stride=32).full == 3
+    assert tiles.divide(rows, layout(codec), stride=8).full == 0

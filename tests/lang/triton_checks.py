@@ -21,7 +21,8 @@ from gradwire.errors import CodecError
 from gradwire.lang import ROW, Layout, kernels, layout, rng
 from gradwire.lang.forms import FORMS
 
-GAP = 3  # bytes and values between rows, so rows are not aligned
+GAP = 3  # bytes and values between rows
+ALIGNED = 16  # bytes, and values: of every other row
 PEERS = 2
 ORIGINS = [3, 5]
 
@@ -115,17 +116,17 @@ def moved(old: torch.Tensor, new: torch.Tensor) -> np.uint64:
 
 def memory(lay: Layout, values: list[torch.Tensor], stride: int = 0) -> Memory:
     """Memory for rows of these values; peers' payloads are `stride` bytes apart, or side by
-    side."""
+    side. The first row is aligned, the second is not, and so on."""
     sizes = [v.numel() for v in values]
     bytes_each = [lay.nbytes(n) for n in sizes]
-    starts = np.cumsum([0, *(n + GAP for n in sizes)])  # the first row is aligned, others are not
-    at = np.cumsum([1, *(b + GAP for b in bytes_each)])
-    stride = stride or max(bytes_each) + 1
+    starts, at = placed(sizes), placed(bytes_each) + ALIGNED
+    stride = stride or -(-max(bytes_each) // ALIGNED) * ALIGNED
+    sources = placed([PEERS * stride] * len(sizes))
     made = Memory(
         torch.full((int(starts[-1]),), 7.0, dtype=values[0].dtype),
         gradient(int(starts[-1]), seed=4),
         torch.full((int(at[-1]),), 0xA5, dtype=torch.uint8),
-        torch.full((len(sizes) * PEERS * stride,), 0xA5, dtype=torch.uint8),
+        torch.full((int(sources[-1]),), 0xA5, dtype=torch.uint8),
         np.zeros(len(sizes), ROW),
         stride,
     )
@@ -134,11 +135,20 @@ def memory(lay: Layout, values: list[torch.Tensor], stride: int = 0) -> Memory:
     made.rows["values"] = made.values.data_ptr() + starts[:-1] * made.values.element_size()
     made.rows["residual"] = made.residual.data_ptr() + starts[:-1] * 4
     made.rows["payload"] = made.payload.data_ptr() + at[:-1]
-    made.rows["source"] = made.sources.data_ptr() + np.arange(len(sizes)) * (PEERS * stride)
+    made.rows["source"] = made.sources.data_ptr() + sources[:-1]
     made.rows["numel"], made.rows["start"] = sizes, np.arange(len(sizes)) * 1000 + 2**32 - 1500
     made.rows["key"], made.rows["shared"] = np.arange(len(sizes), dtype=np.uint64), 5
     made.rows["key"] += np.uint64(2**63)
     return made
+
+
+def placed(sizes: Sequence[int]) -> np.ndarray:
+    """Where rows begin, every other one aligned; then the end. A gap follows each row."""
+    at = [0]
+    for n in sizes:
+        end = at[-1] + n + GAP
+        at.append(-(-end // ALIGNED) * ALIGNED + len(at) % 2 * GAP)
+    return np.array(at)
 
 
 def with_payloads(codec: Codec, made: Memory) -> Memory:

@@ -1,7 +1,8 @@
 """Target triton: a codec's forms, compiled by Triton and launched on the current stream.
 
-One launch covers all rows of a call, whatever their sizes: the table on the device contains, per
-row, the number of tiles before it, and every program searches it for its own row. Nothing waits for
+A launch covers all rows of a call, whatever their sizes: the table on the device contains, per
+row, the number of tiles before it, and every program searches it for its own row. Full tiles and
+other ones have kernels of their own, so a sweep is one launch or two. Nothing waits for
 the device: the copy of the table is queued before the kernels, and both allocators keep the memory
 until the stream has used it.
 
@@ -106,7 +107,7 @@ class Device(Kernels):
     def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """A call without a mark makes its own if its payloads can be malformed, and waits for the
         device."""
-        divided = tiles.divide(rows, self.layout, call.ranks, self.statistics)
+        divided = tiles.divide(rows, self.layout, call.ranks, call.stride, self.statistics)
         if not divided.number:
             return
         own = self.mark() if call.mark is None and not form.startswith("encode") else None
@@ -174,11 +175,22 @@ class Launches:
         """Launch a kernel that all codecs share."""
         self.launch(kernel, grid, *arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
 
-    def sweep(self, kernel: Any) -> None:
-        """Launch a sweep over all tiles."""
+    def sweep(self, full: Any, others: Any) -> None:
+        """Launch a sweep: its kernel for full tiles, and the one for the others."""
+        self.over(self.divided.full, full)
+        self.over(self.divided.number - self.divided.full, others)
+
+    def pack(self, kernel: Any) -> None:
+        """Launch the packing of staged codes, shared among as many programs as there are tiles."""
+        self.over(self.divided.number, kernel)
+
+    def over(self, tiles: int, kernel: Any) -> None:
+        """Launch a generated kernel, if there are tiles for it."""
+        if not tiles:
+            return
         call = self.call
         self.launch(
-            kernel, (self.divided.number,), *self.rows, call.ranks, call.rank, call.stride,
+            kernel, (tiles,), *self.rows, call.ranks, call.rank, call.stride,
             call.factor, self.numbers, self.workspace, self.words, self.failed,
             *self.origins, **self.device.options,
         )  # fmt: skip

@@ -34,6 +34,7 @@ EXTRA = (
     "tiles", "partials", "number", "capacity", "counted", "tail",
     "state", "before", "tied", "keys", "staged",
     *(f"size{i}" for i in range(triton_rows.STATISTICS)),
+    "full_tiles", "other_tiles", "first_other",
 )  # fmt: skip
 ROW_COLUMNS = ROW.itemsize // 8
 COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
@@ -47,12 +48,15 @@ class Tiles:
     Attributes:
         table: int64[rows, columns], for the device.
         number: number of tiles of all rows.
+        full: number of those that are full: GROUP whole blocks, in a row whose addresses all are
+            aligned. They are the first of their row.
         blocks: number of blocks of the longest row.
         words: number of words of the workspace, for all rows.
     """
 
     table: np.ndarray
     number: int
+    full: int
     blocks: int
     words: int
 
@@ -61,19 +65,25 @@ def divide(
     rows: np.ndarray,
     layout: Layout,
     ranks: int = 1,
+    stride: int = 0,
     statistics: Sequence[tuple[int, ir.Size]] = (),
 ) -> Tiles:
-    """Divide rows into tiles of full blocks; a ragged last block is its own tile.
+    """Divide rows into tiles of whole blocks; a ragged last block is its own tile.
 
-    `statistics`: (sampling interval, size) of the order statistics.
+    `stride`: distance between the payloads of a sum. `statistics`: (sampling interval, size) of
+    the order statistics.
     """
     numels = rows["numel"]
     table = np.zeros((rows.size, ROW_COLUMNS + len(EXTRA)), np.int64)
     table[:, :ROW_COLUMNS] = rows.view(np.int64).reshape(rows.size, ROW_COLUMNS)
-    full, rest = np.divmod(numels, layout.block)
+    blocks, rest = np.divmod(numels, layout.block)
     group = triton_rows.group(layout)
-    tiles = np.cumsum((full + group - 1) // group + (rest > 0))
-    table[1:, COLUMN["tiles"]] = tiles[:-1]
+    tiles = (blocks + group - 1) // group + (rest > 0)
+    full = np.where(_aligned(rows, stride), blocks // group, 0)
+    counts = {"tiles": tiles, "full_tiles": full, "other_tiles": tiles - full}
+    for name, count in counts.items():
+        table[1:, COLUMN[name]] = np.cumsum(count)[:-1]
+    table[:, COLUMN["first_other"]] = full
     table[:, COLUMN["number"]] = np.arange(1, rows.size + 1)
     table[:, COLUMN["capacity"]] = _capacity(layout, numels)
     known = np.zeros_like(numels)
@@ -92,8 +102,16 @@ def divide(
         table[:, COLUMN[name]] = at
         at = at + words
     if not rows.size:
-        return Tiles(table, 0, 0, 0)
-    return Tiles(table, int(tiles[-1]), int(full.max()) + 1, int(ends[-1]))
+        return Tiles(table, 0, 0, 0, 0)
+    number, whole = int(tiles.sum()), int(full.sum())
+    return Tiles(table, number, whole, int(blocks.max()) + 1, int(ends[-1]))
+
+
+def _aligned(rows: np.ndarray, stride: int) -> np.ndarray:
+    """Which rows have all of their memory aligned, so that a thread accesses several numbers."""
+    addresses = [rows[name] for name in ("values", "residual", "payload", "source")]
+    together = np.bitwise_or.reduce(addresses)
+    return np.asarray((together | np.uint64(stride % 2**64)) % triton_rows.ALIGNED == 0)
 
 
 def workspace_nbytes(layout: Layout, numels: np.ndarray, ranks: int = 1) -> int:

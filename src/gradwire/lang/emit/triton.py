@@ -1,7 +1,9 @@
 """Triton from programs: the kernels of a form and the order of their launches.
 
-A sweep is one kernel, and one launch covers all rows. A program of the grid processes a *tile*:
-GROUP blocks of a row, or the ragged last block alone, so all blocks of a tile have m values.
+A program of the grid processes a *tile*: GROUP blocks of a row, or the ragged last block alone, so
+all blocks of a tile have m values. A sweep is two kernels, each of which covers all rows in one
+launch: one for *full* tiles, which have GROUP blocks of BLOCK values in aligned memory, one for the
+others.
 
 Elements are evaluated in a *view* [K, G, J]: cell k of byte j of a plane is element k * L + j of
 its block, where L = ceil(m / cells) and cells is the number of codes per byte. So for any m, codes
@@ -15,7 +17,8 @@ of every form, which lang/gpu.py runs:
 
 | step | meaning |
 | --- | --- |
-| ("sweep", kernel) | a launch over all tiles |
+| ("sweep", full, others) | a launch over full tiles, one over the others; if there are any |
+| ("pack", kernel) | a launch over all tiles |
 | ("complete", index, number, kind) | reduce a sweep's partial results to `number` results per row |
 | ("survey", peers) | count the entries or kept blocks before every block of received payloads |
 | ("sample", index, every, column) | the order statistic of the sample that a sweep stored |
@@ -82,7 +85,7 @@ def _form(
 
     def add(text: str, name: str) -> None:
         kernels.append(text)
-        steps.append(f'("sweep", {name})')
+        steps.append(f'("sweep", {name}, {name}_others)')
 
     def kernel() -> Kernel:
         return Kernel(program, layout, native)
@@ -106,7 +109,7 @@ def _form(
         if any(s.kind == "flag" for s in sinks):
             steps.append('("survey", False)')
         if any(s.kind == "key" for s in sinks):
-            steps.append('("sweep", pack)')
+            steps.append('("pack", pack)')
     return kernels, steps
 
 

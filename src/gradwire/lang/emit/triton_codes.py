@@ -81,7 +81,7 @@ def code_at(address, e, entries, mask, BITS: tl.constexpr):
     if BITS == 0:
         length = (m + 4) // 5
         k = (j >= length).to(tl.int32) + (j >= 2 * length) + (j >= 3 * length) + (j >= 4 * length)
-        byte = load8(address, run * 26 + j - k * length, mask, False)
+        byte = load8(address, run * 26 + j - k * length, mask, 0)
         code = byte // power3(k) % 3
     else:
         at, code = run * (16 * BITS), j * 0
@@ -90,7 +90,7 @@ def code_at(address, e, entries, mask, BITS: tl.constexpr):
                 length, k = (m * (8 >> p) + 7) >> 3, j * 0
                 for cell in tl.static_range(1, 1 << p):
                     k += (j >= cell * length).to(tl.int32)
-                byte = load8(address, at + j - k * length, mask, False)
+                byte = load8(address, at + j - k * length, mask, 0)
                 digit = (byte >> (k * (8 >> p))) & ((1 << (8 >> p)) - 1)
                 code |= digit << (BITS & (0xF0 >> p) & 0xF)
                 at += length
@@ -134,7 +134,7 @@ def pack_runs(staged, address, part, parts, entries, BITS: tl.constexpr):
             j, length, byte = tl.arange(0, 32)[None, :], (m + 4) // 5, 0 * r
             for k in tl.static_range(5):
                 byte += _cell(staged, run, j, k, length, m) * 3**k
-            store8(address, run * 26 + j, byte, j < length, False)
+            store8(address, run * 26 + j, byte, j < length, 0)
         else:
             at = run * (16 * BITS)
             for p in tl.static_range(4):
@@ -145,7 +145,7 @@ def pack_runs(staged, address, part, parts, entries, BITS: tl.constexpr):
                         code = _cell(staged, run, j, k, length, m)
                         digit = (code >> (BITS & (0xF0 >> p) & 0xF)) & ((1 << (8 >> p)) - 1)
                         byte |= digit << (k * (8 >> p))
-                    store8(address, at + j, byte, j < length, False)
+                    store8(address, at + j, byte, j < length, 0)
                     at += length
 
 
@@ -161,4 +161,4 @@ def clear_bytes(begin, end, part, parts):
     """Zero this program's share of the bytes from `begin` to `end`, two addresses."""
     i = tl.arange(0, BYTES)
     for at in range(part * BYTES, (end - begin).to(tl.int32), parts * BYTES):
-        store8(begin, at + i, i * 0, begin + at + i < end, False)
+        store8(begin, at + i, i * 0, begin + at + i < end, 0)

@@ -16,6 +16,7 @@ from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_nodes import Nodes
 from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.ir import Node, Scope
+from gradwire.lang.layout import COUNT_NBYTES
 from gradwire.lang.sweeps import Partial, Sink
 
 
@@ -100,7 +101,8 @@ class Kernel(Nodes):
         p = self.selection(select, v)
         self.used.payload = True
         self.put(f"many = count(hit{p}, in{v}).to(tl.int32).to(tl.uint32)")
-        self.put(f"store16(payload + {self.place(name)} + block * 2, g, many, here, False)")
+        address, align = f"payload + {self.place(name)} + block * 2", self.align(name, COUNT_NBYTES)
+        self.put(f"store16({address}, g, many, here, {align})")
         self.put("staged = words + tl.load(row + STAGED)")
         self.put(f"tl.store(staged + entry{p}, i{v}, mask=hit{p})")
         columns = 1
@@ -114,21 +116,21 @@ class Kernel(Nodes):
                 columns += 1
             else:
                 tail = self.tail("payload", other, f"entries{p}")
-                self.put(f"{STORES[n.dtype]}({tail}, entry{p}, {value}, hit{p}, False)")
+                self.put(f"{STORES[n.dtype]}({tail}, entry{p}, {value}, hit{p}, 0)")
 
     def clear(self) -> None:
         """Zero the memory of kept codes before any is stored."""
         for f in self.layout.fields:
             if f.flag is not None:
                 n = next(n for name, n in self.program.fields if name == f.name)
-                self.planes("tl.load(row + TAIL)", n, zero=True)
+                self.planes("tl.load(row + TAIL)", n, "0", zero=True)
 
     def kept(self, n: Node) -> None:
         """Pack the codes of blocks whose flag is set, behind those of earlier blocks."""
         codes, flag = n.args
         before = self.before("0")
         self.put(f"flag = {self.value(flag, self.main)} != 0")
-        self.planes("tl.load(row + TAIL)", codes, kept=before)
+        self.planes("tl.load(row + TAIL)", codes, "0", kept=before)
 
     # nodes ----------------------------------------------------------------------------------------
 
@@ -154,12 +156,13 @@ class Kernel(Nodes):
         if n.dtype in ir.CODES:
             bits = triton_rows.code_bits(n.dtype)
             return f"code_at({tail}, entry{p}, entries{p}, hit{p}, {bits})"
-        return f"{LOADS[n.dtype]}({tail}, entry{p}, hit{p}, False)"
+        return f"{LOADS[n.dtype]}({tail}, entry{p}, hit{p}, 0)"
 
     def received_kept(self, n: Node, view: int) -> str:
         """Kept codes; 0 in blocks whose flag is not set."""
         flag, before = self.value(n.args[0], view), self.before(self.slot(n))
-        return self.unpacked(n, f"{self.base(n)} + tl.load(row + TAIL)", view, before, flag)
+        address = f"{self.base(n)} + tl.load(row + TAIL)"
+        return self.unpacked(n, address, view, "0", before, flag)
 
     def accumulate(self, fold: Node, total: str, view: int) -> None:
         if len(fold.args) == 2:

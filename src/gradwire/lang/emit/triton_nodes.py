@@ -65,25 +65,28 @@ class Nodes:
         at = self.place(name)
         if n.scope is Scope.ELEMENT:
             if n.dtype in ir.CODES:
-                self.planes(at, n)
+                stride = element_nbytes(n.dtype, self.layout.block)
+                self.planes(at, n, self.align(name, stride))
             else:
                 v = self.view(self.main)
-                size = ir.BITS[n.dtype] // 8
-                value = self.value(n, self.main)
-                address = f"payload + {at} + block * {size * self.layout.block}"
+                stride = ir.BITS[n.dtype] // 8 * self.layout.block
+                value, align = self.value(n, self.main), self.align(name, stride)
+                address = f"payload + {at} + block * {stride}"
                 self.used.payload = True
-                self.put(f"{STORES[n.dtype]}({address}, o{v}, {value}, in{v}, FULL)")
+                self.put(f"{STORES[n.dtype]}({address}, o{v}, {value}, in{v}, {align})")
             return
         store = STORES.get(n.dtype, "store8")
         self.used.payload = True
         size = self.layout.fields[self.index(name)].item_nbytes
         value = self.value(n, self.main)
         if n.scope is Scope.TENSOR:
-            self.put(f"{store}(payload + {at}, 0, {value}, block == 0, False)")
+            align = self.align(name, 0)
+            self.put(f"{store}(payload + {at}, 0, {value}, block == 0, {align})")
         else:
-            self.put(f"{store}(payload + {at} + block * {size}, g, {value}, here, False)")
+            address, align = f"payload + {at} + block * {size}", self.align(name, size)
+            self.put(f"{store}({address}, g, {value}, here, {align})")
 
-    def planes(self, at: str, n: Node, kept: str = "", zero: bool = False) -> None:
+    def planes(self, at: str, n: Node, align: str, kept: str = "", zero: bool = False) -> None:
         """Pack codes plane by plane, or write zeros in their place.
 
         kept: the place of a block among those whose `flag` is set, if only these are stored.
@@ -91,7 +94,7 @@ class Nodes:
         stride = element_nbytes(n.dtype, self.layout.block)
         self.used.payload = True
         address = f"payload + {at}" if kept else f"payload + {at} + block * {stride}"
-        here, full = ("here & flag", "False") if kept else ("here", "FULL")
+        here = "here & flag" if kept else "here"
         for plane in planes_of(n.dtype):
             v = self.view(plane.cells)
             byte = f"j{v} * 0"
@@ -99,7 +102,7 @@ class Nodes:
                 digit = f"tl.where(in{v}, {plane.digit(self.value(n, v))}, 0)"
                 byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
             offset = f"{kept or 'g'} * {stride}{self.plane_offset(n.dtype, plane)}"
-            self.put(f"store8({address}, {offset}, {byte}, {here} & (j{v} < L{v}), {full})")
+            self.put(f"store8({address}, {offset}, {byte}, {here} & (j{v} < L{v}), {align})")
 
     def plane_offset(self, dtype: str, plane: Plane, j: str = "") -> str:
         """The offset of byte j of a plane from the first byte of the block, as terms to add."""
@@ -190,14 +193,16 @@ class Nodes:
         f = self.layout.fields[self.index(n.attr.name)]
         load = LOADS.get(n.dtype, "load8")
         if n.scope is Scope.TENSOR:
-            return f"{load}({base} + {at}, 0, True, False)"
+            return f"{load}({base} + {at}, 0, True, {self.align(f.name, 0)})"
         if n.scope is Scope.BLOCK:
-            size = f.item_nbytes
-            return f"{load}({base} + {at} + block * {size}, g, here, False)"
+            size, align = f.item_nbytes, self.align(f.name, f.item_nbytes)
+            return f"{load}({base} + {at} + block * {size}, g, here, {align})"
         if n.dtype in ir.CODES:
-            return self.unpacked(n, f"{base} + {at}", view)
-        size, v = f.item_nbytes, self.view(view)
-        return f"{load}({base} + {at} + block * {size * self.layout.block}, o{v}, in{v}, FULL)"
+            stride = element_nbytes(n.dtype, self.layout.block)
+            return self.unpacked(n, f"{base} + {at}", view, self.align(f.name, stride))
+        stride, v = f.item_nbytes * self.layout.block, self.view(view)
+        address = f"{base} + {at} + block * {stride}"
+        return f"{load}({address}, o{v}, in{v}, {self.align(f.name, stride)})"
 
     def base(self, n: Node) -> str:
         """The payload that a received field belongs to."""
@@ -207,25 +212,26 @@ class Nodes:
         self.used.payload = True
         return "payload"
 
-    def unpacked(self, n: Node, base: str, view: int, kept: str = "", flag: str = "") -> str:
+    def unpacked(
+        self, n: Node, base: str, view: int, align: str, kept: str = "", flag: str = ""
+    ) -> str:
         """Codes in any view; `base` is the address of the field; `kept` as for `planes`."""
         stride, v = element_nbytes(n.dtype, self.layout.block), self.view(view)
         address, digits = base if kept else f"{base} + block * {stride}", []
         for plane in planes_of(n.dtype):
-            j, k, inside, aligned = self.cell(plane, v)
+            j, k, inside = self.cell(plane, v)
             if kept:
-                inside, aligned = f"{inside} & ({flag} != 0)", "False"
+                inside = f"{inside} & ({flag} != 0)"
             offset = f"{kept or 'g'} * {stride}{self.plane_offset(n.dtype, plane, j)}"
-            digits.append(plane.taken(f"load8({address}, {offset}, {inside}, {aligned})", k))
+            digits.append(plane.taken(f"load8({address}, {offset}, {inside}, {align})", k))
         return " | ".join(digits)
 
-    def cell(self, plane: Plane, v: int) -> tuple[str, str, str, str]:
-        """For the elements of a view: their byte in a plane, their cell in it, their mask, and
-        whether their bytes are contiguous in a full tile."""
+    def cell(self, plane: Plane, v: int) -> tuple[str, str, str]:
+        """For the elements of a view: their byte in a plane, their cell in it, and their mask."""
         if plane.cells == v:
-            return f"j{v}", f"k{v}", f"here & (j{v} < L{v})", "FULL"
+            return f"j{v}", f"k{v}", f"here & (j{v} < L{v})"
         p = self.view(plane.cells)
-        return f"i{v} % L{p}", f"(i{v} // L{p})", f"in{v}", "False"
+        return f"i{v} % L{p}", f"(i{v} // L{p})", f"in{v}"
 
     def node_alu(self, n: Node, view: int) -> str:
         plain = sum(a.op == "const" for a in n.args) == 1 and len(n.args) == 2
@@ -347,6 +353,10 @@ class Nodes:
         at = self.index(name)
         self.used.fields = max(self.used.fields, at + 1)
         return f"at{at}"
+
+    def align(self, name: str, stride: int) -> str:
+        """The known alignment of a tile's part of a field, with `stride` bytes per block."""
+        return f"FULL * {triton_rows.alignment(self.layout, stride, self.index(name))}"
 
     def index(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)

@@ -32,41 +32,62 @@ TIED = tl.constexpr(16)
 KEYS = tl.constexpr(17)
 STAGED = tl.constexpr(18)
 SIZES = tl.constexpr(19)  # k of up to two order statistics
-COLUMNS = tl.constexpr(21)
-
-ALIGNED = tl.constexpr(16)  # alignment in bytes of a full tile's values and residuals
-WORD = tl.constexpr(4)  # alignment in bytes of a full tile's codes
+FULL_TILES = tl.constexpr(21)  # of all earlier rows; see lang/tiles.py
+OTHER_TILES = tl.constexpr(22)  # of all earlier rows
+FIRST_OTHER = tl.constexpr(23)  # the first tile of the row that is not full
+COLUMNS = tl.constexpr(24)
 
 
 # rows --------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def find(table, n, steps):
-    """The address of the row of this program's tile, found by bisection in `steps` steps."""
+def find(table, n, steps, EARLIER: tl.constexpr = TILES):
+    """The address of the row of this program's tile, found by bisection in `steps` steps.
+
+    EARLIER: the column that counts the tiles of all earlier rows.
+    """
     tile = tl.program_id(0).to(tl.int64)
     row = tile * 0
     for step in range(steps):
         later = row + (tl.full((), 1, tl.int64) << (steps - 1 - step))
-        tiles = tl.load(table + later * COLUMNS + TILES, mask=later < n, other=2**62)
+        tiles = tl.load(table + later * COLUMNS + EARLIER, mask=later < n, other=2**62)
         row = tl.where(tiles <= tile, later, row)
     return table + row * COLUMNS
 
 
 @triton.jit
 def place(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(first block, number of blocks, values per block, whether it is full) of this program's tile.
+    """`tile_at` of this program in a launch over all tiles, and whether there are GROUP blocks."""
+    block, held, m = tile_at(row, tl.program_id(0) - tl.load(row + TILES), BLOCK, GROUP)
+    return block, held, m, held == GROUP
 
-    A ragged block is its own tile. A full tile has GROUP blocks of BLOCK values, aligned in memory.
+
+@triton.jit
+def tile_at(row, tile, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """(first block, number of blocks, values per block) of a tile of the row.
+
+    A tile is GROUP blocks, or what is left; a ragged block is its own tile.
     """
     full = tl.load(row + NUMEL) // BLOCK
-    tile = tl.program_id(0) - tl.load(row + TILES)
     block = tl.minimum(tile * GROUP, full)
     ragged = block == full
     held = tl.where(ragged, 1, tl.minimum(full - block, GROUP)).to(tl.int32)
     m = tl.where(ragged, tl.load(row + NUMEL) % BLOCK, BLOCK).to(tl.int32)
-    loose = (tl.load(row + VALUES) | tl.load(row + RESIDUAL)) % ALIGNED
-    return block, held, m, (full - block >= GROUP) & (loose == 0)
+    return block, held, m
+
+
+@triton.jit
+def full_tile(row, GROUP: tl.constexpr):
+    """The first block of this program's tile, in a launch over full tiles."""
+    return (tl.program_id(0) - tl.load(row + FULL_TILES)) * GROUP
+
+
+@triton.jit
+def other_tile(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """`tile_at` of this program, in a launch over the tiles that are not full."""
+    tile = tl.program_id(0) - tl.load(row + OTHER_TILES) + tl.load(row + FIRST_OTHER)
+    return tile_at(row, tile, BLOCK, GROUP)
 
 
 @triton.jit
@@ -76,100 +97,79 @@ def fail(failed, row, wrong):
 
 
 # memory ------------------------------------------------------------------------------------------
-# Payload addresses may be unaligned. If those of a full tile are aligned, a thread accesses several
-# adjacent numbers at once.
+# ALIGN: the known alignment of an address in bytes, a power of two, or 0. If it is known, a thread
+# accesses several adjacent numbers at once. Payload addresses may be unaligned: then numbers are
+# accessed in parts, if need be byte by byte.
 
 
 @triton.jit
-def memory(address, TYPE: tl.constexpr, FULL: tl.constexpr):
-    """A pointer to values or residuals, which are aligned in a full tile."""
-    return aligned(address, TYPE, ALIGNED) if FULL else address.to(tl.pointer_type(TYPE))
-
-
-@triton.jit
-def aligned(address, TYPE: tl.constexpr, NBYTES: tl.constexpr):
+def aligned(address, TYPE: tl.constexpr, ALIGN: tl.constexpr):
     """A pointer of known alignment. `address` must be an integer: a pointer would be marked too."""
-    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), NBYTES)
+    pointer = address.to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, ALIGN) if ALIGN > 1 else pointer
 
 
 @triton.jit
-def load8(address, at, mask, FULL: tl.constexpr):
+def load8(address, at, mask, ALIGN: tl.constexpr):
     """uint8 number `at`, as int32."""
-    if FULL and address % WORD == 0:
-        byte = tl.load(aligned(address, tl.uint8, WORD) + at, mask=mask, other=0)
-    else:
-        byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=mask, other=0)
-    return byte.to(tl.int32)
+    return tl.load(aligned(address, tl.uint8, ALIGN) + at, mask=mask, other=0).to(tl.int32)
 
 
 @triton.jit
-def load16(address, at, mask, FULL: tl.constexpr):
+def load16(address, at, mask, ALIGN: tl.constexpr):
     """uint16 number `at`, as uint32."""
-    if FULL and address % ALIGNED == 0:
-        bits = tl.load(aligned(address, tl.uint16, ALIGNED) + at, mask=mask, other=0).to(tl.uint32)
-    elif address % 2 == 0:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0).to(
-            tl.uint32
-        )
+    if ALIGN >= 2 or address % 2 == 0:
+        bits = tl.load(aligned(address, tl.uint16, ALIGN) + at, mask=mask, other=0).to(tl.uint32)
     else:
-        low = load8(address, at * 2, mask, False)
-        bits = (low | load8(address, at * 2 + 1, mask, False) << 8).to(tl.uint32)
+        low = load8(address, at * 2, mask, 0)
+        bits = (low | load8(address, at * 2 + 1, mask, 0) << 8).to(tl.uint32)
     return bits
 
 
 @triton.jit
-def load32(address, at, mask, FULL: tl.constexpr):
+def load32(address, at, mask, ALIGN: tl.constexpr):
     """float32 number `at`."""
-    if FULL and address % ALIGNED == 0:
-        bits = tl.load(aligned(address, tl.uint32, ALIGNED) + at, mask=mask, other=0)
-    elif address % 4 == 0:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0)
+    if ALIGN >= 4 or address % 4 == 0:
+        bits = tl.load(aligned(address, tl.uint32, ALIGN) + at, mask=mask, other=0)
     else:
-        low = load16(address, at * 2, mask, False)
-        bits = low | load16(address, at * 2 + 1, mask, False) << 16
+        low = load16(address, at * 2, mask, ALIGN)
+        bits = low | load16(address, at * 2 + 1, mask, ALIGN) << 16
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def load_int32(address, at, mask, FULL: tl.constexpr):
+def load_int32(address, at, mask, ALIGN: tl.constexpr):
     """int32 number `at`."""
-    return load32(address, at, mask, FULL).to(tl.int32, bitcast=True)
+    return load32(address, at, mask, ALIGN).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def store_int32(address, at, value, mask, FULL: tl.constexpr):
-    store32(address, at, value.to(tl.int32).to(tl.float32, bitcast=True), mask, FULL)
+def store_int32(address, at, value, mask, ALIGN: tl.constexpr):
+    store32(address, at, value.to(tl.int32).to(tl.float32, bitcast=True), mask, ALIGN)
 
 
 @triton.jit
-def store8(address, at, value, mask, FULL: tl.constexpr):
+def store8(address, at, value, mask, ALIGN: tl.constexpr):
     """The lowest byte of an integer."""
-    if FULL and address % WORD == 0:
-        tl.store(aligned(address, tl.uint8, WORD) + at, value.to(tl.uint8), mask=mask)
-    else:
-        tl.store(address.to(tl.pointer_type(tl.uint8)) + at, value.to(tl.uint8), mask=mask)
+    tl.store(aligned(address, tl.uint8, ALIGN) + at, value.to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def store16(address, at, value, mask, FULL: tl.constexpr):
+def store16(address, at, value, mask, ALIGN: tl.constexpr):
     """The lower half of a uint32."""
-    if FULL and address % ALIGNED == 0:
-        tl.store(aligned(address, tl.uint16, ALIGNED) + at, value.to(tl.uint16), mask=mask)
-    elif address % 2 == 0:
-        tl.store(address.to(tl.pointer_type(tl.uint16)) + at, value.to(tl.uint16), mask=mask)
+    if ALIGN >= 2 or address % 2 == 0:
+        tl.store(aligned(address, tl.uint16, ALIGN) + at, value.to(tl.uint16), mask=mask)
     else:
-        store8(address, at * 2, value & 0xFF, mask, False)
-        store8(address, at * 2 + 1, value >> 8, mask, False)
+        store8(address, at * 2, value & 0xFF, mask, 0)
+        store8(address, at * 2 + 1, value >> 8, mask, 0)
 
 
 @triton.jit
-def store32(address, at, value, mask, FULL: tl.constexpr):
+def store32(address, at, value, mask, ALIGN: tl.constexpr):
     """A float32."""
     bits = value.to(tl.uint32, bitcast=True)
-    if FULL and address % ALIGNED == 0:
-        tl.store(aligned(address, tl.uint32, ALIGNED) + at, bits, mask=mask)
-    elif address % 4 == 0:
-        tl.store(address.to(tl.pointer_type(tl.uint32)) + at, bits, mask=mask)
+    if ALIGN >= 4 or address % 4 == 0:
+        tl.store(aligned(address, tl.uint32, ALIGN) + at, bits, mask=mask)
     else:
-        store16(address, at * 2, bits & 0xFFFF, mask, False)
-        store16(address, at * 2 + 1, bits >> 16, mask, False)
+        store16(address, at * 2, bits & 0xFFFF, mask, ALIGN)
+        store16(address, at * 2 + 1, bits >> 16, mask, ALIGN)

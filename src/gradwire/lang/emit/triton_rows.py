@@ -15,6 +15,7 @@ from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes, planes
 
 TILE_VALUES = 4096  # values per tile: 16 per thread with eight warps of 32
 PARTS = 4  # steps of a tile that is not full
+ALIGNED = 16  # alignment in bytes of the memory of a row that has full tiles
 VARYING = ("n", "steps", "ranks", "rank", "stride")  # arguments that must not be specialised
 # `workspace` and `words` are the same memory, as floats and int32; `failed`: see
 # triton_prelude.fail
@@ -134,7 +135,8 @@ FEW = tl.constexpr({max(1, group(layout) // PARTS)})  # taken at once in others,
 
 
 def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) -> str:
-    """A kernel in two variants: full tiles have constant sizes and aligned memory."""
+    """Two kernels: of full tiles, whose sizes are constant and whose memory is aligned, and of the
+    others. So code for other tiles takes no registers of the first."""
     lines = [
         "g = tl.arange(0, GROUP)[None, :, None]",
         "here = g < held",
@@ -144,9 +146,8 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
     if used.blocks:
         lines.append("partials = workspace + tl.load(row + PARTIALS)")
     for target in sorted(used.targets):
-        pointer = POINTER[native if target == "values" else "fp32"]
-        address = f"tl.load(row + {target.upper()})"
-        lines.append(f"{target} = memory({address}, {pointer}, FULL) + block * BLOCK")
+        dtype = native if target == "values" else "fp32"
+        lines.append(f"{target} = {_memory(target, dtype, layout)}")
     if used.payload:
         lines.append("payload = tl.load(row + PAYLOAD)")
     if used.sources:
@@ -174,25 +175,43 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
             *body,
             "",
             "",
-            _varying(layout),
-            f"def {name}(table, n, steps, {call}):",
-            "    row = find(table, n, steps)",
-            "    block, held, m, full = place(row, BLOCK, GROUP)",
-            "    if full:",
-            f"        {name}_tile(row, block, GROUP, BLOCK, GROUP, True, {call})",
-            "    else:",
-            "        for done in range(0, held, FEW):",
-            "            few = tl.minimum(held - done, FEW)",
-            f"            {name}_tile(row, block + done, few, m, FEW, False, {call})",
+            *_header(name, layout),
+            "    row = find(table, n, steps, FULL_TILES)",
+            "    block = full_tile(row, GROUP)",
+            f"    {name}_tile(row, block, GROUP, BLOCK, GROUP, True, {call})",
+            "",
+            "",
+            *_header(f"{name}_others", layout),
+            "    row = find(table, n, steps, OTHER_TILES)",
+            "    block, held, m = other_tile(row, BLOCK, GROUP)",
+            "    for done in range(0, held, FEW):",
+            "        few = tl.minimum(held - done, FEW)",
+            f"        {name}_tile(row, block + done, few, m, FEW, False, {call})",
             "",
             "",
         ]
     )
 
 
-def _varying(layout: Layout) -> str:
+def _header(name: str, layout: Layout) -> list[str]:
+    """The first lines of a kernel, which has the same arguments as all of its codec."""
     names = [*VARYING, *([ORIGINS] if layout.redraws else [])]
-    return f"@triton.jit(do_not_specialize={names})".replace("'", '"')
+    return [
+        f"@triton.jit(do_not_specialize={names})".replace("'", '"'),
+        f"def {name}(table, n, steps, {arguments(layout)}):",
+    ]
+
+
+def _memory(target: str, dtype: str, layout: Layout) -> str:
+    """The pointer to a tile's first value or residual."""
+    nbytes = layout.block * ir.BITS[dtype] // 8
+    address = f"tl.load(row + {target.upper()}) + block * {nbytes}"
+    return f"aligned({address}, {POINTER[dtype]}, FULL * {alignment(layout, nbytes)})"
+
+
+def alignment(layout: Layout, nbytes: int, field: int = 0) -> int:
+    """The alignment of a full tile's part of a field, or of values, with `nbytes` per block."""
+    return math.gcd(_known_alignment(layout, field), group(layout) * nbytes)
 
 
 def _view(cells: int, layout: Layout) -> list[str]:
@@ -227,6 +246,19 @@ def _places(layout: Layout, fields: int) -> list[str]:
         else:
             size = f"at{number} + {_elements(f.dtype, layout.block)}"
     return lines
+
+
+def _known_alignment(layout: Layout, number: int) -> int:
+    """The alignment of a field in a payload that is ALIGNED, whatever the number of values."""
+    known = ALIGNED
+    for f in layout.fields[:number]:
+        if f.capacity is not None:
+            known = math.gcd(known, COUNT_NBYTES)
+        elif f.scope in (Scope.TENSOR, Scope.BLOCK):
+            known = math.gcd(known, f.item_nbytes)
+        elif f.scope is Scope.ELEMENT and f.flag is None:
+            known = math.gcd(known, ir.BITS[f.dtype] // 8 if f.dtype not in ir.CODES else 1)
+    return known
 
 
 def _elements(dtype: str, block: int) -> str:
@@ -305,8 +337,7 @@ def packing(layout: Layout) -> str:
     lines.append(f"clear_bytes({at}, payload + {most}, part, parts)")
     return "\n".join(
         [
-            _varying(layout),
-            f"def pack(table, n, steps, {arguments(layout)}):",
+            *_header("pack", layout),
             "    row = find(table, n, steps)",
             "    part, parts = share_of(row, BLOCK, GROUP)",
             "    capacity = tl.load(row + CAPACITY).to(tl.int32)",
