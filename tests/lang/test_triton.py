@@ -95,6 +95,8 @@ FEW = [
     Case(NAMED["fp8"], ("encode", "decode", "reduce_encode_ef"), BF16),
     Case(Stored(), ("encode_ef",), given=(borders().tolist(),)),
     Case(NAMED["onebit"], ("encode_ef", "decode_add"), BF16),
+    Case(codecs.OneBit(), ("encode",)),  # sums of blocks that are powers of two
+    Case(QSGD(scale="l2"), ("encode_ef",)),
     Case(NAMED["saturating"], ("reduce_encode", "decode")),
     Case(NAMED["tbq"], ("encode_ef", "decode_sum")),
     Case(NAMED["terngrad"], ("reduce_encode", "decode"), sizes=(5000, 1)),

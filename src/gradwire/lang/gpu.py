@@ -30,7 +30,8 @@ from gradwire.lang.native import cache, jit
 from gradwire.lang.tiles import COLUMN, Tiles
 
 THREADS = 1024  # per program, at most
-VALUES_PER_THREAD = 16
+VALUES_PER_THREAD = 32
+OF_SELECTIONS = 16  # the same, where code is longer
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
@@ -254,5 +255,5 @@ class Launches:
 def options(layout: Layout, warp: int) -> dict[str, Any]:
     """Compile options of a sweep. No contraction, since targets must agree on every bit."""
     values = triton_rows.group(layout) * triton_rows.power2(layout.block)
-    warps = max(4, min(THREADS, values // VALUES_PER_THREAD) // warp)
+    warps = min(THREADS, values // (OF_SELECTIONS if layout.staged else VALUES_PER_THREAD)) // warp
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}

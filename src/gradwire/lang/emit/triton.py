@@ -5,19 +5,16 @@ all blocks of a tile have m values. A sweep is two kernels, each of which covers
 launch: one for *full* tiles, which have GROUP blocks of BLOCK values in aligned memory, one for the
 others.
 
-Elements are evaluated in a *view* [K, G, J]: cell k of byte j of a plane is element k * L + j of
-its block, where L = ceil(m / cells) and cells is the number of codes per byte. So for any m, codes
-are packed by a sum over K and unpacked by shifts, without moving data between threads. View 1 has
-the natural order. An element that several views need is computed in each.
+Elements are evaluated in tensors [G, W] of G blocks (triton_views.py).
 
-triton_nodes.py has a rule per operation, triton_entries.py the rules for selections and kept codes,
-triton_rows.py the code around them. The generated code calls triton_prelude.py, triton_numbers.py,
-triton_reductions.py, triton_selection.py and triton_codes.py. A generated file ends with the steps
-of every form, which lang/gpu.py runs:
+triton_nodes.py has a rule per operation, triton_blocks.py those of reductions, rotations and sums,
+triton_entries.py those of selections and kept codes, triton_rows.py the code around them. The
+generated code calls triton_prelude.py, triton_numbers.py, triton_reductions.py, triton_selection.py
+and triton_codes.py. A generated file ends with the steps of every form, which lang/gpu.py runs:
 
 | step | meaning |
 | --- | --- |
-| ("sweep", full, others) | a launch over full tiles, one over the others; if there are any |
+| ("sweep", full, others) | a launch over full tiles, one over the others, if there are any |
 | ("pack", kernel) | a launch over all tiles |
 | ("complete", index, number, kind) | reduce a sweep's partial results to `number` results per row |
 | ("survey", peers) | count the entries or kept blocks before every block of received payloads |
@@ -27,7 +24,8 @@ of every form, which lang/gpu.py runs:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
@@ -83,27 +81,24 @@ def _form(
     kernels: list[str] = []
     steps = [f'("survey", {peers})' for peers in _surveyed(program)]
 
-    def add(text: str, name: str) -> None:
-        kernels.append(text)
+    def add(name: str, emit: Callable[[Kernel], str]) -> None:
+        kernels.extend(emit(Kernel(program, layout, native, full)) for full in (True, False))
         steps.append(f'("sweep", {name}, {name}_others)')
-
-    def kernel() -> Kernel:
-        return Kernel(program, layout, native)
 
     reductions = passes.tensor_reductions(program)
     for number, (sinks, partials) in enumerate(passes.cut_sweeps(program, reductions)):
         name = f"{program.form}_{number}"
         plain = [p for p in partials if not isinstance(p.node.attr, ir.Rank)]
         if any(s.kind == "key" for s in sinks):
-            add(kernel().emit_keys(f"{name}_keys"), f"{name}_keys")
+            add(f"{name}_keys", partial(Kernel.emit_keys, name=f"{name}_keys"))
             steps.append(f'("select", {passes.is_ranked(program)})')
         if plain or sinks:
-            add(kernel().emit(name, sinks, plain), name)
+            add(name, partial(Kernel.emit, name=name, sinks=sinks, partials=plain))
         steps += [f'("complete", {i}, {many}, "{kind}")' for i, many, kind in _alike(plain)]
         for p in partials:
             if isinstance(p.node.attr, ir.Rank):
                 rank, sample = p.node.attr, f"{name}_sample{p.index}"
-                add(kernel().emit_sample(sample, p.node), sample)
+                add(sample, partial(Kernel.emit_sample, name=sample, statistic=p.node))
                 column = statistics.index((rank.every, rank.size))
                 steps.append(f'("sample", {p.index}, {rank.every}, {column})')
         if any(s.kind == "flag" for s in sinks):

@@ -30,17 +30,14 @@ BYTES = tl.constexpr(1024)  # cleared at once
 
 
 @triton.jit
-def earlier(condition, GROUP: tl.constexpr, J: tl.constexpr):
-    """[1, G, J] -> [1, G, J]: how many earlier elements of the block satisfy the condition."""
-    x = tl.reshape(condition.to(tl.int32), GROUP, J)
-    return tl.reshape(tl.cumsum(x, 1) - x, 1, GROUP, J)
+def earlier(condition):
+    """[G, W] -> [G, W]: how many earlier elements of the block satisfy the condition."""
+    x = condition.to(tl.int32)
+    return tl.cumsum(x, 1) - x
 
 
 @triton.jit
-def chosen(
-    row, words, block, g, at, here, mask,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
+def chosen(row, words, block, g, at, here, mask, BLOCK: tl.constexpr):
     """(whether it is selected, its entry number) per element; of equal keys, the first are."""
     state = words + tl.load(row + STATE)
     keys = words + tl.load(row + KEYS) + block * BLOCK
@@ -48,10 +45,10 @@ def chosen(
     cut = as_word(tl.load(state + CUT))
     ties = tl.load(words + tl.load(row + TIED) + block + g, mask=here, other=0)
     equal = mask & (key == cut)
-    tied = equal & (ties + earlier(equal, GROUP, J) < tl.load(state + TAKEN))
+    tied = equal & (ties + earlier(equal) < tl.load(state + TAKEN))
     hit = (mask & (key > cut)) | tied
     before = tl.load(words + tl.load(row + BEFORE) + block + g, mask=here, other=0)
-    return hit, before + earlier(hit, GROUP, J)
+    return hit, before + earlier(hit)
 
 
 @triton.jit

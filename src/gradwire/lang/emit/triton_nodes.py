@@ -1,15 +1,16 @@
-"""Triton expressions: a rule `node_OP` per operation, the stores of a sweep, and the kernel's text.
+"""Triton expressions: a rule `node_OP` per operation, and the stores of a sweep.
 
-Names in the generated code: bI is node I of block scope, tI of tensor or constant scope; xI_C are
-its elements in view C (emit/triton.py). A trailing underscore marks values from the payload of a
-peer.
+A rule writes a statement for one tensor (triton_views.py); statements repeat for all tensors of a
+view. Names in the generated code: bI is node I of block scope, tI of tensor or constant scope; xI_T
+are its elements in tensor T. A trailing underscore marks values from the payload of a peer.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from gradwire.lang import ir, passes
 from gradwire.lang.emit import ALU, cast, stream_name, triton_rows
@@ -23,6 +24,7 @@ from gradwire.lang.emit.triton_rows import (
     main_view,
     planes_of,
 )
+from gradwire.lang.emit.triton_views import Tensor, Views
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
 from gradwire.lang.sweeps import Partial
@@ -30,20 +32,30 @@ from gradwire.lang.sweeps import Partial
 TRITON = 1  # the target's place in a rule
 # operation -> how many of its operands its rule reads in the kernel's usual place
 OPERANDS = {"alu": 3, "lookup": 1, "cast": 1, "keep": 2, "gather": 1, "reduce": 1, "rotate": 1}
+STEP = 2.0**-24  # random numbers are multiples of it
+
+Key = tuple[Node, Tensor | None]
 
 
 class Nodes:
-    """The text of the kernel of one sweep, for elements, blocks and rows."""
+    """The text of a kernel of one sweep, for elements, blocks and rows.
+
+    full: whether it is the kernel of full tiles.
+    """
 
     only: str | None = None  # condition that restricts loads of elements; None: all
+    stored: Mapping[str, Node] = {}  # what this sweep stores in values and residuals
 
-    def __init__(self, program: ir.Function, layout: Layout, native: str) -> None:
-        self.program, self.layout, self.native = program, layout, native
+    def __init__(self, program: ir.Function, layout: Layout, native: str, full: bool) -> None:
+        self.program, self.layout, self.native, self.full = program, layout, native, full
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
         self.reductions = passes.tensor_reductions(program)
-        natural = any(n.op == "rotate" or n.dtype == "selection" for n in self.number)
+        self.spread = spread(program)
+        selects = any(n.dtype == "selection" for n in self.number)
+        natural = selects or any(n.op == "rotate" for n in self.number)
         self.main = 1 if natural else main_view(layout)
-        self.memo: ChainMap[tuple[Node, int], str] = ChainMap()
+        self.views = Views(layout, full, whole=selects)
+        self.memo: ChainMap[Any, str] = ChainMap()
         self.lines: list[str] = []
         self.indent = 1
         self.used = triton_rows.Used()
@@ -55,7 +67,7 @@ class Nodes:
 
     def partial(self, p: Partial) -> None:
         self.used.blocks = True
-        value = self.value(p.node.args[0], self.main)
+        value = self.value(p.node.args[0])
         if p.node.args[0].dtype == "bool":
             value += ".to(tl.float32)"
         at = f"partials + {p.index} * blocks + block + g"
@@ -63,30 +75,30 @@ class Nodes:
 
     def field(self, name: str, n: Node) -> None:
         at = self.place(name)
-        if n.scope is Scope.ELEMENT:
-            if n.dtype in ir.CODES:
-                stride = element_nbytes(n.dtype, self.layout.block)
-                self.planes(at, n, self.align(name, stride))
-            else:
-                v = self.view(self.main)
-                stride = ir.BITS[n.dtype] // 8 * self.layout.block
-                value, align = self.value(n, self.main), self.align(name, stride)
-                address = f"payload + {at} + block * {stride}"
-                self.used.payload = True
-                self.put(f"{STORES[n.dtype]}({address}, o{v}, {value}, in{v}, {align})")
-            return
-        store = STORES.get(n.dtype, "store8")
         self.used.payload = True
-        size = self.layout.fields[self.index(name)].item_nbytes
-        value = self.value(n, self.main)
-        if n.scope is Scope.TENSOR:
-            align = self.align(name, 0)
-            self.put(f"{store}(payload + {at}, 0, {value}, block == 0, {align})")
+        if n.scope is Scope.ELEMENT and n.dtype in ir.CODES:
+            stride = element_nbytes(n.dtype, self.layout.block)
+            self.planes(at, n, self.align(name, stride))
+        elif n.scope is Scope.ELEMENT:
+            stride = ir.BITS[n.dtype] // 8 * self.layout.block
+            address, align = f"payload + {at} + block * {stride}", self.align(name, stride)
+            values = {}
+            for t in self.tensors:
+                values[t] = self.value(n, t)
+                self.settle([t])
+            for t, value in values.items():
+                self.put(f"{STORES[n.dtype]}({address}, o{t}, {value}, in{t}, {align})")
         else:
-            address, align = f"payload + {at} + block * {size}", self.align(name, size)
-            self.put(f"{store}({address}, g, {value}, here, {align})")
+            store, value = STORES.get(n.dtype, "store8"), self.value(n)
+            size = self.layout.fields[self.index(name)].item_nbytes
+            if n.scope is Scope.TENSOR:
+                align = self.align(name, 0)
+                self.put(f"{store}(payload + {at}, 0, {value}, block == 0, {align})")
+            else:
+                address, align = f"payload + {at} + block * {size}", self.align(name, size)
+                self.put(f"{store}({address}, g, {value}, here, {align})")
 
-    def planes(self, at: str, n: Node, align: str, kept: str = "", zero: bool = False) -> None:
+    def planes(self, at: str, n: Node, align: int, kept: str = "", zero: bool = False) -> None:
         """Pack codes plane by plane, or write zeros in their place.
 
         kept: the place of a block among those whose `flag` is set, if only these are stored.
@@ -94,80 +106,104 @@ class Nodes:
         stride = element_nbytes(n.dtype, self.layout.block)
         self.used.payload = True
         address = f"payload + {at}" if kept else f"payload + {at} + block * {stride}"
-        here = "here & flag" if kept else "here"
+        stores = []  # after all loads, since a compiler does not know what they overwrite
         for plane in planes_of(n.dtype):
-            v = self.view(plane.cells)
-            byte = f"j{v} * 0"
-            if not zero:
-                digit = f"tl.where(in{v}, {plane.digit(self.value(n, v))}, 0)"
-                byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
-            offset = f"{kept or 'g'} * {stride}{self.plane_offset(n.dtype, plane)}"
-            self.put(f"store8({address}, {offset}, {byte}, {here} & (j{v} < L{v}), {align})")
+            view = self.views.view(plane.cells)
+            within = view.within("here & flag" if kept else "here")
+            for number, piece in enumerate(view.pieces):
+                digits = [] if zero else [plane.digit(self.value(n, t)) for t in piece]
+                if not zero:
+                    self.settle(piece)
+                packed = plane.packed(
+                    [f"tl.where(in{t}, {d}, 0)" for t, d in zip(piece, digits, strict=not zero)]
+                )
+                offset = self.byte_offset(n.dtype, plane, view.byte(number), kept)
+                stores.append(f"{offset}, {packed or '0 * g'}, {within}")
+        for store in stores:
+            self.put(f"store8({address}, {store}, {align})")
 
-    def plane_offset(self, dtype: str, plane: Plane, j: str = "") -> str:
-        """The offset of byte j of a plane from the first byte of the block, as terms to add."""
+    def settle(self, tensors: Iterable[Tensor]) -> None:
+        """Compute what will be stored at these elements while their operands are in registers."""
+        for t in tensors:
+            if t in self.tensors:
+                for n in self.stored.values():
+                    self.value(n, t)
+
+    def byte_offset(self, dtype: str, plane: Plane, j: str, kept: str) -> str:
+        """The offset of byte j of a plane from the first block of a tile, or of kept codes."""
         before = [p for p in planes_of(dtype) if p.shift < plane.shift]
-        terms = [*(f"L{self.view(p.cells)}" for p in before), j or f"j{plane.cells}"]
-        return "".join(f" + {term}" for term in terms)
+        terms = [f"{kept or 'g'} * {element_nbytes(dtype, self.layout.block)}"]
+        terms += [self.views.view(p.cells).length for p in before]
+        return " + ".join([*terms, j])
 
-    def store(self, target: str, value: str, mask: str) -> None:
-        v = self.view(self.main)
+    def store(self, target: str, t: Tensor, value: str, mask: str) -> None:
         self.used.targets.add(target)
         narrow = target == "values" and self.native != "fp32"
         value = f"({value}).to(tl.uint16)" if narrow else value
-        self.put(f"tl.store({target} + o{v}, {value}, mask={mask})")
+        self.put(f"tl.store({target} + o{t}, {value}, mask={mask})")
 
     # nodes ----------------------------------------------------------------------------------------
 
-    def value(self, n: Node, view: int) -> str:
-        """The name of a node's value, or a literal; emits its computation on first use."""
+    def value(self, n: Node, t: Tensor | None = None) -> str:
+        """The name of a node's value in a tensor, or a literal; emits its computation on first use.
+
+        Numbers of blocks and rows are in no tensor.
+        """
         if n.op == "const":
             return literal(float(str(n.attr)))
         if n.attr == "factor":
             return "factor"
-        key = of_view(n, view)
+        key = of_tensor(n, t)
         if key not in self.memo:
             for each in ir.post_order([key], self.below):
                 if each not in self.memo:
                     self.compute(*each)
         return self.memo[key]
 
-    def below(self, key: tuple[Node, int]) -> list[tuple[Node, int]]:
-        """The values that a rule begins with, and their views: `value` computes these first, so
-        that rules need not call each other to any depth."""
-        n, view = key
+    def below(self, key: Key) -> list[Key]:
+        """The values that a rule begins with: `value` computes these first, so that rules need not
+        call each other to any depth."""
+        n, t = key
         args = n.args[: OPERANDS.get(n.op, 0)]
+        tensors: Iterable[Tensor | None] = (t,)
         if key in self.memo or (n.scope is Scope.TENSOR and n.op == "reduce"):
             return []
         if n.op == "reduce":
-            view = 1 if n.attr == "sum" else self.main
-        elif n.op == "rotate" and view != 1:
-            args, view = (n,), 1
+            tensors = self.natural if n.attr == "sum" else self.tensors
         elif n.op == "rotate":
-            view = 1
-        return [of_view(a, view) for a in args if a.op != "const" and a.attr != "factor"]
+            args = args if t in self.natural else (n,)
+            tensors = self.natural
+        return [
+            of_tensor(a, t)
+            for t in tensors
+            for a in args
+            if a.op not in ("const", "random") and a.attr != "factor"
+        ]
 
-    def compute(self, n: Node, view: int) -> None:
+    def compute(self, n: Node, t: Tensor | None) -> None:
         """Emit the computation of a value."""
-        name = self.name(n, view)
-        text = getattr(self, f"node_{n.op}")(n, view)
+        name = self.name(n, t)
+        text = getattr(self, f"node_{n.op}")(n, t)
         if text is not None:
             self.put(f"{name} = {text}")
-        self.memo[of_view(n, view)] = name
+        self.memo[of_tensor(n, t)] = name
 
-    def name(self, n: Node, view: int) -> str:
-        tail = "_" if self.folding else ""
+    def name(self, n: Node, t: Tensor | None) -> str:
         if is_wide(n):
-            return f"x{self.number[n]}_{self.view(view)}{tail}"
-        return f"{'b' if n.scope is Scope.BLOCK else 't'}{self.number[n]}{tail}"
+            return f"x{self.number[n]}_{t}{self.suffix}"
+        return f"{'b' if n.scope is Scope.BLOCK else 't'}{self.number[n]}{self.suffix}"
 
-    def tensor(self, n: Node, view: int) -> str:
+    def operand(self, n: Node, t: Tensor | None) -> str:
         """A value that is a tensor even if it is a constant."""
-        return bits_of(float(str(n.attr))) if n.op == "const" else self.value(n, view)
+        return bits_of(float(str(n.attr))) if n.op == "const" else self.value(n, t)
 
     @property
     def folding(self) -> bool:
         return len(self.memo.maps) > 1
+
+    @property
+    def suffix(self) -> str:
+        return "_" if self.folding else ""
 
     @contextmanager
     def nested(self) -> Iterator[None]:
@@ -176,18 +212,18 @@ class Nodes:
         yield
         self.memo, self.indent = self.memo.parents, self.indent - 1
 
-    def node_param(self, n: Node, view: int) -> str:
+    def node_param(self, n: Node, t: Tensor | None) -> str:
         return f"tl.load(numbers + {n.attr})"
 
-    def node_load(self, n: Node, view: int) -> str:
-        target, v = str(n.attr), self.view(view)
+    def node_load(self, n: Node, t: Tensor) -> str:
+        target = str(n.attr)
         self.used.targets.add(target)
         self.used.loads = True
         narrow = target == "values" and self.native != "fp32"
-        memory = f"tl.load({target} + o{v}, mask={self.only or f'in{v}'}, other=0)"
+        memory = f"tl.load({target} + o{t}, mask={self.only or f'in{t}'}, other=0)"
         return f"{memory}.to(tl.uint32)" if narrow else memory
 
-    def node_field(self, n: Node, view: int) -> str:
+    def node_field(self, n: Node, t: Tensor) -> str:
         assert isinstance(n.attr, ir.FieldRef)
         base, at = self.base(n), self.place(n.attr.name)
         f = self.layout.fields[self.index(n.attr.name)]
@@ -199,10 +235,11 @@ class Nodes:
             return f"{load}({base} + {at} + block * {size}, g, here, {align})"
         if n.dtype in ir.CODES:
             stride = element_nbytes(n.dtype, self.layout.block)
-            return self.unpacked(n, f"{base} + {at}", view, self.align(f.name, stride))
-        stride, v = f.item_nbytes * self.layout.block, self.view(view)
-        address = f"{base} + {at} + block * {stride}"
-        return f"{load}({address}, o{v}, in{v}, {self.align(f.name, stride)})"
+            address, align = f"{base} + {at} + block * {stride}", self.align(f.name, stride)
+            return self.unpacked(n, t, address, align)
+        stride = f.item_nbytes * self.layout.block
+        address, align = f"{base} + {at} + block * {stride}", self.align(f.name, stride)
+        return f"{load}({address}, o{t}, in{t}, {align})"
 
     def base(self, n: Node) -> str:
         """The payload that a received field belongs to."""
@@ -213,135 +250,88 @@ class Nodes:
         return "payload"
 
     def unpacked(
-        self, n: Node, base: str, view: int, align: str, kept: str = "", flag: str = ""
+        self, n: Node, t: Tensor, address: str, align: int, kept: str = "", flag: str = ""
     ) -> str:
-        """Codes in any view; `base` is the address of the field; `kept` as for `planes`."""
-        stride, v = element_nbytes(n.dtype, self.layout.block), self.view(view)
-        address, digits = base if kept else f"{base} + block * {stride}", []
+        """Codes in a tensor; `kept` as for `planes`, `flag` that of a block."""
+        digits, here = [], f"here & ({flag} != 0)" if flag else "here"
         for plane in planes_of(n.dtype):
-            j, k, inside = self.cell(plane, v)
-            if kept:
-                inside = f"{inside} & ({flag} != 0)"
-            offset = f"{kept or 'g'} * {stride}{self.plane_offset(n.dtype, plane, j)}"
-            digits.append(plane.taken(f"load8({address}, {offset}, {inside}, {align})", k))
+            view = self.views.view(plane.cells)
+            place = view.place(t)
+            if place is None:  # a tensor of another view: its codes are in scattered bytes
+                j, k = f"i{t} % {view.length}", f"(i{t} // {view.length})"
+                offset = self.byte_offset(n.dtype, plane, j, kept)
+                byte = f"load8({address}, {offset}, {here} & in{t}, 0)"
+                digits.append(plane.taken(byte, k))
+                continue
+            number, cell = place
+            key, byte = (n, plane, number), f"y{self.number[n]}_{plane.cells}_{number}{self.suffix}"
+            if key not in self.memo:
+                self.memo[key] = byte
+                offset = self.byte_offset(n.dtype, plane, view.byte(number), kept)
+                self.put(f"{byte} = load8({address}, {offset}, {view.within(here)}, {align})")
+            digits.append(plane.taken(byte, cell))
         return " | ".join(digits)
 
-    def cell(self, plane: Plane, v: int) -> tuple[str, str, str]:
-        """For the elements of a view: their byte in a plane, their cell in it, and their mask."""
-        if plane.cells == v:
-            return f"j{v}", f"k{v}", f"here & (j{v} < L{v})"
-        p = self.view(plane.cells)
-        return f"i{v} % L{p}", f"(i{v} // L{p})", f"in{v}"
-
-    def node_alu(self, n: Node, view: int) -> str:
+    def node_alu(self, n: Node, t: Tensor | None) -> str:
+        if n.attr in ("add", "sub") and (drawn := self.with_random(n, t)):
+            return drawn
         plain = sum(a.op == "const" for a in n.args) == 1 and len(n.args) == 2
         operands = [
-            self.value(a, view) if plain or n.attr == "where" else self.tensor(a, view)
-            for a in n.args
+            self.value(a, t) if plain or n.attr == "where" else self.operand(a, t) for a in n.args
         ]
         return ALU[str(n.attr)][TRITON].format(*operands)
 
-    def node_lookup(self, n: Node, view: int) -> str:
-        x, numbers = self.tensor(n.args[0], view), n.args[1:]
+    def with_random(self, n: Node, t: Tensor | None) -> str | None:
+        """A sum or difference with a random number, in one rounding: its product with STEP is
+        exact, so a fused multiplication gives the same bits as a product and a sum."""
+        a, b = n.args
+        if b.op == "random":
+            step = STEP if n.attr == "add" else -STEP
+            return f"tl.fma({self.drawn(b, t)}, {step!r}, {self.operand(a, t)})"
+        if a.op != "random":
+            return None
+        other = self.operand(b, t)
+        other = other if n.attr == "add" else f"negative({other})"
+        return f"tl.fma({self.drawn(a, t)}, {STEP!r}, {other})"
+
+    def node_lookup(self, n: Node, t: Tensor | None) -> str:
+        x, numbers = self.operand(n.args[0], t), n.args[1:]
         if passes.is_table(numbers):
             return f"tl.load(numbers + {numbers[0].attr} + entry({x}, {len(numbers)}))"
-        return by_halves(x, [self.value(a, view) for a in numbers])
+        return by_halves(x, [self.value(a, t) for a in numbers])
 
-    def node_cast(self, n: Node, view: int) -> str:
-        return cast(n, TRITON, self.tensor(n.args[0], view), top=ir.TOP.get(n.dtype))
+    def node_cast(self, n: Node, t: Tensor | None) -> str:
+        return cast(n, TRITON, self.operand(n.args[0], t), top=ir.TOP.get(n.dtype))
 
-    def node_random(self, n: Node, view: int) -> str:
+    def node_random(self, n: Node, t: Tensor | None) -> str:
+        return f"{self.drawn(n, t)} * {STEP!r}"
+
+    def drawn(self, n: Node, t: Tensor | None) -> str:
+        """A random number in units of STEP."""
         assert isinstance(n.attr, ir.Stream)
-        stream = self.stream(n.attr)
-        within = f" + weyl(i{self.view(view)})" if n.scope is Scope.ELEMENT else ""
-        return f"uniform({stream}_weyl{within}, {stream}_high)"
-
-    def node_index(self, n: Node, view: int) -> str:
-        if n.attr == "block":
-            return f"i{self.view(view)}"
-        return f"first + i{self.view(view)}"
-
-    def node_reduce(self, n: Node, view: int) -> str:
-        if n.scope is Scope.TENSOR:
-            self.used.blocks = True
-            index = self.reductions.index(n)
-            return f"tl.load(partials + {self.layout.partials} * blocks + {index})"
-        x = n.args[0]
-        if n.attr == "sum":
-            j = triton_rows.width(self.layout.block, self.view(1))
-            return f"tree_sum({self.value(x, 1)}, in1, GROUP, {j}, {j.bit_length() - 1})"
-        v = self.view(self.main)
-        if n.attr == "count":
-            return f"count({self.value(x, v)}, in{v})"
-        low, high = self.extremes(x, v)
-        return f"extreme({low if n.attr == 'min' else high}, {low}, {high})"
-
-    def extremes(self, x: Node, view: int) -> tuple[str, str]:
-        """The minimum and the maximum, which are computed together."""
-        value, tail = self.tensor(x, view), "_" if self.folding else ""
-        i = self.number[x]
-        low, high = f"low{i}{tail}", f"high{i}{tail}"
-        key = (x, -1)
+        t = t if is_wide(n) else None
+        key = (n, t, "drawn")
         if key not in self.memo:
-            self.memo[key] = low
-            self.put(f"order{i}{tail} = ordered({value})")
-            self.put(f"{low} = lowest(order{i}{tail}, in{view})")
-            self.put(f"{high} = highest(order{i}{tail}, in{view})")
-        return low, high
+            stream = self.stream(n.attr)
+            at = f"{stream}_weyl + {t.weyl}" if t else f"{stream}_weyl"
+            self.memo[key] = f"r{self.number[n]}{f'_{t}' if t else ''}{self.suffix}"
+            self.put(f"{self.memo[key]} = drawn({at}, {stream}_high)")
+        return self.memo[key]
 
-    def node_rotate(self, n: Node, view: int) -> str:
-        assert isinstance(n.attr, ir.Rotation)
-        block, j = self.layout.block, triton_rows.width(self.layout.block, 1)
-        if view != 1:
-            v, natural = self.view(view), self.value(n, 1)
-            k, width = triton_rows.power2(view), triton_rows.width(block, view)
-            return f"in_view({natural}, i{v}, in{v}, FULL, {block}, GROUP, {k}, {width}, {j})"
-        stream = self.stream(n.attr.stream)
-        signs = f"sign(uniform({stream}_weyl + weyl(i{self.view(1)}), {stream}_high))"
-        x = self.value(n.args[0], 1)
-        before = (
-            f"tl.where(in1, {x}, 0.0)" if n.attr.inverse else f"tl.where(in1, {x} * {signs}, 0.0)"
-        )
-        rotated = f"hadamard({before}, m, GROUP, {j}, {j.bit_length() - 1})"
-        return f"{rotated} * {signs}" if n.attr.inverse else rotated
-
-    def node_fold(self, n: Node, view: int) -> None:
-        """The sum starts at -0, since -0 + x is x for every x."""
-        own = n.args[0]
-        total, v = self.name(n, view), self.view(view)
-        self.used.sources = True
-        self.put(f"{total} = tl.where(in{v}, number(0x80000000), 0.0)")
-        self.put("for k in range(ranks):")
-        with self.nested():
-            self.put("if k == rank:")
-            with self.nested():
-                self.put(f"{total} = {total} + {self.value(own, view)}")
-            self.put("else:")
-            with self.nested():
-                self.put("behind = (rank >= 0) & (rank < k)")
-                self.put("peer = k - behind.to(tl.int64)")
-                self.put("source = sources + peer * stride")
-                self.redraw()
-                self.accumulate(n, total, view)
-
-    def redraw(self) -> None:
-        """The streams of the encoder of a peer's payload."""
-        for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
-            if s.source:
-                name = stream_name(s)
-                key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
-                self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
-                self.put(f"{name}_weyl = weyl(first + {name}_low)")
-
-    def accumulate(self, fold: Node, total: str, view: int) -> None:
-        """Add the decoded payload of a peer."""
-        self.put(f"{total} = {total} + {self.value(fold.args[1], view)}")
+    def node_index(self, n: Node, t: Tensor) -> str:
+        return f"i{t}" if n.attr == "block" else f"first + i{t}"
 
     # what the kernel's first lines define ---------------------------------------------------------
 
-    def view(self, cells: int) -> int:
-        self.used.views.add(cells)
-        return cells
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of stores and of most block reductions."""
+        return self.views.view(self.main).tensors
+
+    @property
+    def natural(self) -> list[Tensor]:
+        """Those of sums and rotations, in the order of elements."""
+        return self.views.view(1).tensors
 
     def stream(self, stream: ir.Stream) -> str:
         if not stream.source:  # those are made where peers' payloads are summed
@@ -354,17 +344,29 @@ class Nodes:
         self.used.fields = max(self.used.fields, at + 1)
         return f"at{at}"
 
-    def align(self, name: str, stride: int) -> str:
+    def align(self, name: str, stride: int) -> int:
         """The known alignment of a tile's part of a field, with `stride` bytes per block."""
-        return f"FULL * {triton_rows.alignment(self.layout, stride, self.index(name))}"
+        if not self.full:
+            return 0
+        return triton_rows.alignment(self.layout, stride, self.index(name))
 
     def index(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)
 
 
-def of_view(n: Node, view: int) -> tuple[Node, int]:
-    """The key of a value: numbers of blocks and rows have no view."""
-    return n, view if is_wide(n) else 0
+def of_tensor(n: Node, t: Tensor | None) -> Key:
+    """The key of a value: numbers of blocks and rows are in no tensor."""
+    return n, t if is_wide(n) else None
+
+
+def spread(program: ir.Function) -> set[Node]:
+    """The numbers of blocks that elements depend on."""
+    nodes = list(ir.walk(program.roots))
+    found: set[Node] = set()
+    for n in reversed(nodes):  # users come before what they use
+        if is_wide(n) or n in found:
+            found.update(a for a in n.args if a.scope is Scope.BLOCK)
+    return found
 
 
 def is_wide(n: Node) -> bool:

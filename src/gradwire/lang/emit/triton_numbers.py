@@ -23,6 +23,11 @@ def bits_of(x):
 
 
 @triton.jit
+def int_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def float_of(bits):
     return bits.to(tl.float32, bitcast=True)
 
@@ -199,10 +204,16 @@ def weyl(index):
 
 
 @triton.jit
-def uniform(at, high):
-    """`at` is weyl(index + low)."""
+def drawn(at, high):
+    """A random number in units of 2^-24; `at` is weyl(index + low)."""
     x = at ^ (at >> 16)
     x = (x ^ high) * 0x7FEB352D
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
-    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return (x >> 8).to(tl.int32).to(tl.float32)
+
+
+@triton.jit
+def uniform(at, high):
+    """A random number in [0, 1)."""
+    return drawn(at, high) * 5.9604644775390625e-08

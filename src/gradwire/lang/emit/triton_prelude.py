@@ -2,8 +2,8 @@
 
 Only generated code and the files next to this one import it.
 
-Shapes: elements are [K, G, J], numbers of blocks [1, G, 1], numbers of rows and calls scalars, with
-K cells per byte, G blocks, J bytes of a plane (see emit/triton.py).
+Shapes: elements are tensors [G, W] of G blocks (triton_views.py), numbers of blocks [G, 1], numbers
+of rows and calls scalars.
 """
 
 from __future__ import annotations

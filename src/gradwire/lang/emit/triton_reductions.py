@@ -1,7 +1,8 @@
 """Reductions and rotations of blocks, and reductions of rows, in Triton.
 
 lang/semantics.py defines these functions; this file, prelude.h and rotation.h must give the same
-bits. Only generated code and lang/gpu.py import it. Shapes as in triton_prelude.py.
+bits. Only generated code and lang/gpu.py import it. Shapes as in triton_prelude.py; what the
+functions are given already joins all tensors of a block.
 """
 
 from __future__ import annotations
@@ -12,111 +13,108 @@ import triton.language as tl
 from gradwire.lang.emit.triton_numbers import (
     INFINITY,
     LEAST,
-    MAGNITUDE,
     MOST,
     NAN,
+    SIGN,
     bits_of,
     float_of,
+    int_of,
     number,
 )
 from gradwire.lang.emit.triton_prelude import COLUMNS, NUMEL, PARTIALS
 
 
 @triton.jit
-def ordered(x):
-    """Integers in the order of the floats, with NaN at the ends."""
-    i = x.to(tl.int32, bitcast=True)
-    return i ^ ((i >> 31) & MAGNITUDE)
+def extremes(least, most, unsigned):
+    """(minimum, maximum) per block: +0 for either zero, NaN if any value is NaN.
 
-
-@triton.jit
-def extreme(chosen, low, high):
-    """The float of an ordered integer: +0 for either zero, NaN if any value was NaN."""
-    x = (chosen ^ ((chosen >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True) + 0.0
-    return tl.where((high > INFINITY) | (low < -0x7F800001), number(NAN), x)
-
-
-@triton.jit
-def lowest(o, mask):
-    """[K, G, J] of ordered integers -> [1, G, 1]."""
-    return tl.min(tl.min(tl.where(mask, o, MOST), 0), 1)[None, :, None]
-
-
-@triton.jit
-def highest(o, mask):
-    """[K, G, J] of ordered integers -> [1, G, 1]."""
-    return tl.max(tl.max(tl.where(mask, o, LEAST), 0), 1)[None, :, None]
-
-
-@triton.jit
-def count(condition, mask):
-    """The number of elements per block that satisfy the condition: [K, G, J] -> [1, G, 1]."""
-    return tl.sum(tl.sum((condition & mask).to(tl.int32), 0), 1)[None, :, None].to(tl.float32)
-
-
-@triton.jit
-def tree_sum(x, mask, GROUP: tl.constexpr, J: tl.constexpr, LOG: tl.constexpr):
-    """[1, G, J] -> [1, G, 1]: adds the upper half to the lower until one is left; J = 2^LOG.
-
-    A sum of two values does not depend on order, so each step is exact. Both halves get the result:
-    a shrinking tensor would be replicated over the threads, and so would everything that uses it.
+    least, most, unsigned: [G, W], the least and the greatest bits as signed integers, and the
+    greatest as unsigned ones. Negative floats are in reverse order: the least has the greatest bits
+    unsigned, the greatest, if there are no others, the least signed.
     """
-    x = tl.reshape(tl.where(mask, x, 0.0), GROUP, J)
+    least, most = tl.min(least, 1)[:, None], tl.max(most, 1)[:, None]
+    unsigned = tl.max(unsigned, 1)[:, None]
+    low = float_of(tl.where(unsigned >= SIGN, unsigned, bits_of(least))) + 0.0
+    high = float_of(bits_of(tl.where(most >= 0, most, least))) + 0.0
+    nan = (most > INFINITY) | (unsigned > 0xFF800000)
+    return tl.where(nan, number(NAN), low), tl.where(nan, number(NAN), high)
+
+
+@triton.jit
+def count(ones):
+    """The number of elements per block that satisfy a condition."""
+    return tl.sum(ones, 1)[:, None].to(tl.float32)
+
+
+@triton.jit
+def tree_sum(x, GROUP: tl.constexpr, W: tl.constexpr, LOG: tl.constexpr):
+    """[G, W] -> [G, 1]: adds the upper half to the lower until one is left; W = 2^LOG.
+
+    A sum of two values does not depend on order, so each step is exact.
+    """
     for s in tl.static_range(LOG):
-        pairs = tl.reshape(x, GROUP, 1 << s, 2, J >> (s + 1))
+        x = tl.sum(tl.reshape(x, GROUP, 2, W >> (s + 1)), 1)
+    return tl.reshape(x, GROUP, 1) + 0.0
+
+
+@triton.jit
+def tree_sum_spread(x, GROUP: tl.constexpr, W: tl.constexpr, LOG: tl.constexpr):
+    """`tree_sum` for a sum that elements depend on.
+
+    Both halves get the result of a step: else each thread would hold all of the block, and every
+    thread would compute every element that depends on it.
+    """
+    for s in tl.static_range(LOG):
+        pairs = tl.reshape(x, GROUP, 1 << s, 2, W >> (s + 1))
         halves = tl.sum(pairs, 2)[:, :, None, :]
-        x = tl.reshape(tl.broadcast_to(halves, GROUP, 1 << s, 2, J >> (s + 1)), GROUP, J)
-    same = ordered(tl.reshape(x, 1, GROUP, J))
-    low, high = tl.min(same, 2, keep_dims=True), tl.max(same, 2, keep_dims=True)
-    return extreme(high, low, high)
+        x = tl.reshape(tl.broadcast_to(halves, GROUP, 1 << s, 2, W >> (s + 1)), GROUP, W)
+    return float_of(bits_of(tl.max(int_of(x), 1)[:, None])) + 0.0
 
 
 # rotations ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def hadamard(x, m, GROUP: tl.constexpr, J: tl.constexpr, LOG: tl.constexpr):
-    """[1, G, J] -> [1, G, J]: a normalised transform of each power of two in m.
+def hadamard(x, part, GROUP: tl.constexpr, W: tl.constexpr, LOG: tl.constexpr):
+    """[G, W] -> [G, W]: sums and differences at distances below W = 2^LOG, within parts.
 
-    The parts are ordered by descending size, so the highest bit of i ^ m is the size of i's part,
-    and the partner of i at any smaller distance is in the same part.
+    part: the size of an element's part, or a number with the same highest bit. The parts are
+    ordered by descending size, so the highest bit of i ^ m is the size of i's part, and the partner
+    of i at any smaller distance is in the same part.
     """
-    x = tl.reshape(x, GROUP, J)
-    part = tl.arange(0, J)[None, :] ^ m
     first = (tl.arange(0, 2) == 0)[None, None, :, None]
     for s in tl.static_range(LOG):
-        bits = tl.reshape(bits_of(x), GROUP, J >> (s + 1), 2, 1 << s)
+        bits = tl.reshape(bits_of(x), GROUP, W >> (s + 1), 2, 1 << s)
         # the partner, by wrapping integers; in 64 bits, since sums in Triton's interpreter do not
         # wrap
         both = tl.sum(bits, 2)[:, :, None, :].to(tl.uint64)
         other, pairs = float_of((both - bits.to(tl.uint64)).to(tl.uint32)), float_of(bits)
         mixed = tl.where(first, pairs + other, other - pairs)
-        x = tl.where(part >= (2 << s), tl.reshape(mixed, GROUP, J), x)
+        x = tl.where(part >= (2 << s), tl.reshape(mixed, GROUP, W), x)
+    return x
+
+
+@triton.jit
+def scale_of(part):
+    """1 / sqrt(size of a part), from a number with the same highest bit."""
     exponent = (bits_of(part.to(tl.float32)) >> 23).to(tl.int32) - 127
     odd = tl.where(exponent % 2 == 0, 1.0, 0.7071067690849304)
-    scale = odd * ((127 - exponent // 2) << 23).to(tl.float32, bitcast=True)
-    return tl.reshape(x * scale, 1, GROUP, J)
+    return odd * ((127 - exponent // 2) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def sign(u):
+def sign(drawn):
     """A random sign, 1 or -1."""
-    return tl.where(u < 0.5, 1.0, -1.0)
+    return tl.where(drawn < 8388608.0, 1.0, -1.0)
 
 
 @triton.jit
-def in_view(
-    x, i, mask, FULL: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """[1, G, ALL] in the natural order -> [K, G, J] of the elements `i`."""
-    if FULL and K * J == BLOCK:
-        y = tl.reshape(x, GROUP, K, J)
-    else:
-        at = tl.permute(tl.broadcast_to(tl.where(mask, i, 0), K, GROUP, J), 1, 0, 2)
-        y = tl.gather(tl.reshape(x, GROUP, ALL), tl.reshape(at, GROUP, K * J), 1)
-        y = tl.reshape(y, GROUP, K, J)
-    return tl.permute(y, 1, 0, 2)
+def elements(x, i, mask, GROUP: tl.constexpr, W: tl.constexpr):
+    """[G, all] in the natural order -> [G, W] of the elements `i`."""
+    return tl.gather(x, tl.broadcast_to(tl.where(mask, i, 0), GROUP, W), 1)
+
+
+# rows --------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -141,20 +139,18 @@ def complete(
     partials = workspace + tl.load(row + PARTIALS)
     index += tl.program_id(2)
     at = partials + index * blocks
-    c = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
-    r = tl.arange(0, R)[:, None]
+    c = (tl.program_id(1) * C + tl.arange(0, C))[:, None]
+    r = tl.arange(0, R)[None, :]
     i = c + r * columns
     mask = (c < columns) & (i < tl.minimum(blocks, width))
+    x = tl.load(at + i, mask=mask, other=0.0)
     if KIND == "sum":
-        x = tl.load(at + i, mask=mask, other=0.0)
-        for s in tl.static_range(LOG):
-            x = tl.sum(tl.reshape(x, 2, R >> (s + 1), C), 0)
-        x = tl.reshape(x, 1, C) + 0.0
+        x = tree_sum(x, C, R, LOG)
     else:
-        o = ordered(tl.load(at + i, mask=mask, other=0.0))
-        low = tl.min(tl.where(mask, o, MOST), 0)[None, :]
-        high = tl.max(tl.where(mask, o, LEAST), 0)[None, :]
-        x = extreme(low if KIND == "min" else high, low, high)
+        word = int_of(x)
+        least, most = tl.where(mask, word, MOST), tl.where(mask, word, LEAST)
+        low, high = extremes(least, most, tl.where(mask, bits_of(word), 0))
+        x = low if KIND == "min" else high
     tl.store(at + c, x, mask=c < tl.minimum(columns, blocks))
     ends = tl.where(columns == 1, tl.minimum(blocks, 1), 0)
     tl.store(partials + PARTIAL * blocks + index + c, x, mask=c < ends)

@@ -13,7 +13,7 @@ from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes, planes
 
-TILE_VALUES = 4096  # values per tile: 16 per thread with eight warps of 32
+TILE_VALUES = 4096  # values per tile
 PARTS = 4  # steps of a tile that is not full
 ALIGNED = 16  # alignment in bytes of the memory of a row that has full tiles
 VARYING = ("n", "steps", "ranks", "rank", "stride")  # arguments that must not be specialised
@@ -49,19 +49,20 @@ class Plane:
         shifted = f"{code} >> {self.shift}" if self.shift else code
         return f"({shifted} & {self.base - 1})"
 
-    def placed(self, digit: str, k: str) -> str:
-        """A digit shifted to cell k of a byte."""
-        if self.cells == 1:
-            return digit
-        return f"{digit} * power3({k})" if self.base == 3 else f"{digit} << {k} * {8 // self.cells}"
+    def packed(self, digits: list[str]) -> str:
+        """Bytes of digits, one of every cell."""
+        if self.base == 3:
+            return " + ".join(f"{d} * {3**k}" for k, d in enumerate(digits))
+        return " | ".join(f"{d} << {8 // self.cells * k}" if k else d for k, d in enumerate(digits))
 
-    def taken(self, byte: str, k: str) -> str:
-        """The part of a code in cell k of a byte."""
+    def taken(self, byte: str, k: int | str) -> str:
+        """The part of a code in cell k of a byte, a number or an expression."""
         if self.cells == 1:
             return byte
         if self.base == 3:
-            return f"{byte} // power3({k}) % 3"
-        digit = f"({byte} >> {k} * {8 // self.cells} & {self.base - 1})"
+            return f"{byte} // {3**k if isinstance(k, int) else f'power3({k})'} % 3"
+        shift = str(8 // self.cells * k) if isinstance(k, int) else f"{k} * {8 // self.cells}"
+        digit = f"({byte} >> {shift} & {self.base - 1})"
         return f"{digit} << {self.shift}" if self.shift else digit
 
 
@@ -80,18 +81,13 @@ def main_view(layout: Layout) -> int:
     return 1
 
 
-def width(block: int, cells: int) -> int:
-    """J of a view: the bytes of a block's plane, rounded up to a power of two."""
-    return power2(-(-block // cells))
-
-
 def power2(n: int) -> int:
     """The smallest power of two that is not less than n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def group(layout: Layout) -> int:
-    """Blocks per tile: a power of two."""
+    """Blocks of a full tile: a power of two."""
     return max(1, TILE_VALUES // power2(layout.block))
 
 
@@ -99,7 +95,6 @@ def group(layout: Layout) -> int:
 class Used:
     """What a kernel's first lines must define."""
 
-    views: set[int] = field(default_factory=set)
     streams: set[ir.Stream] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)  # values, residual
     fields: int = 0  # this many first fields of the layout
@@ -134,63 +129,76 @@ FEW = tl.constexpr({max(1, group(layout) // PARTS)})  # taken at once in others,
 """
 
 
-def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) -> str:
-    """Two kernels: of full tiles, whose sizes are constant and whose memory is aligned, and of the
-    others. So code for other tiles takes no registers of the first."""
-    lines = [
-        "g = tl.arange(0, GROUP)[None, :, None]",
-        "here = g < held",
-    ]
-    if used.blocks or used.fields > 1:
-        lines.append("blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK")
-    if used.blocks:
-        lines.append("partials = workspace + tl.load(row + PARTIALS)")
-    for target in sorted(used.targets):
-        dtype = native if target == "values" else "fp32"
-        lines.append(f"{target} = {_memory(target, dtype, layout)}")
-    if used.payload:
-        lines.append("payload = tl.load(row + PAYLOAD)")
-    if used.sources:
-        lines.append("sources = tl.load(row + SOURCE)")
-    lines += _places(layout, used.fields)
-    if used.streams or used.views:
-        lines.append("first = (tl.load(row + START) + (block + g) * BLOCK).to(tl.uint32)")
+def kernel(
+    name: str,
+    layout: Layout,
+    native: str,
+    full: bool,
+    used: Used,
+    views: list[str],
+    body: list[str],
+) -> str:
+    """The kernel of full tiles, whose sizes are constant and whose memory is aligned, or the one of
+    the others. So code for other tiles takes no registers of the first.
+
+    views: the definitions of the views' names.
+    """
+    lines = _rows(layout, native, full, used)
+    if used.streams or used.sources or views:
+        start = "(tl.load(row + START) + block * BLOCK).to(tl.uint32)"
+        lines.append(f"first = {start} + (g * BLOCK).to(tl.uint32)")
     for s in sorted(used.streams, key=lambda s: (s.shared, s.number)):
         key, words = "SHARED" if s.shared else "KEY", f"{stream_name(s)}_low, {stream_name(s)}_high"
         lines += [
             f"{words} = stream(tl.load(row + {key}), {s.number})",
             f"{stream_name(s)}_weyl = weyl(first + {stream_name(s)}_low)",
         ]
-    for cells in sorted(used.views):
-        lines += _view(cells, layout)
+    lines += views
     call = arguments(layout)
-    return "\n".join(
-        [
-            "@triton.jit",
-            "def " + name + "_tile(",
-            "    row, block, held, m, GROUP: tl.constexpr, FULL: tl.constexpr,",
-            f"    {call},",
-            "):",
-            *("    " + line for line in lines),
-            *body,
-            "",
-            "",
-            *_header(name, layout),
-            "    row = find(table, n, steps, FULL_TILES)",
-            "    block = full_tile(row, GROUP)",
-            f"    {name}_tile(row, block, GROUP, BLOCK, GROUP, True, {call})",
-            "",
-            "",
-            *_header(f"{name}_others", layout),
-            "    row = find(table, n, steps, OTHER_TILES)",
-            "    block, held, m = other_tile(row, BLOCK, GROUP)",
-            "    for done in range(0, held, FEW):",
-            "        few = tl.minimum(held - done, FEW)",
-            f"        {name}_tile(row, block + done, few, m, FEW, False, {call})",
-            "",
-            "",
-        ]
-    )
+    whole = [
+        *_header(name, layout),
+        "    row = find(table, n, steps, FULL_TILES)",
+        "    block = full_tile(row, GROUP)",
+        "    g = tl.arange(0, GROUP)[:, None]",
+        "    here = tl.full((GROUP, 1), 1, tl.int1)",
+    ]
+    some = [
+        "@triton.jit",
+        f"def {name}_few(row, block, held, m, {call}):",
+        "    g = tl.arange(0, FEW)[:, None]",
+        "    here = g < held",
+    ]
+    others = [
+        "",
+        "",
+        *_header(f"{name}_others", layout),
+        "    row = find(table, n, steps, OTHER_TILES)",
+        "    block, held, m = other_tile(row, BLOCK, GROUP)",
+        "    for done in range(0, held, FEW):",
+        f"        {name}_few(row, block + done, tl.minimum(held - done, FEW), m, {call})",
+    ]
+    text = [*(whole if full else some), *("    " + line for line in lines), *body]
+    return "\n".join([*text, *([] if full else others), "", ""])
+
+
+def _rows(layout: Layout, native: str, full: bool, used: Used) -> list[str]:
+    """The names of a row: its memory, and where its fields begin."""
+    lines = []
+    if used.blocks or used.fields > 1:
+        lines.append("blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK")
+    if used.blocks:
+        lines.append("partials = workspace + tl.load(row + PARTIALS)")
+    for target in sorted(used.targets):
+        dtype = native if target == "values" else "fp32"
+        nbytes = layout.block * ir.BITS[dtype] // 8
+        address = f"tl.load(row + {target.upper()}) + block * {nbytes}"
+        align = alignment(layout, nbytes) if full else 0
+        lines.append(f"{target} = aligned({address}, {POINTER[dtype]}, {align})")
+    if used.payload:
+        lines.append("payload = tl.load(row + PAYLOAD)")
+    if used.sources:
+        lines.append("sources = tl.load(row + SOURCE)")
+    return lines + _places(layout, used.fields)
 
 
 def _header(name: str, layout: Layout) -> list[str]:
@@ -202,32 +210,9 @@ def _header(name: str, layout: Layout) -> list[str]:
     ]
 
 
-def _memory(target: str, dtype: str, layout: Layout) -> str:
-    """The pointer to a tile's first value or residual."""
-    nbytes = layout.block * ir.BITS[dtype] // 8
-    address = f"tl.load(row + {target.upper()}) + block * {nbytes}"
-    return f"aligned({address}, {POINTER[dtype]}, FULL * {alignment(layout, nbytes)})"
-
-
 def alignment(layout: Layout, nbytes: int, field: int = 0) -> int:
     """The alignment of a full tile's part of a field, or of values, with `nbytes` per block."""
     return math.gcd(_known_alignment(layout, field), group(layout) * nbytes)
-
-
-def _view(cells: int, layout: Layout) -> list[str]:
-    k = power2(cells)
-    lines = [f"j{cells} = tl.arange(0, {width(layout.block, cells)})[None, None, :]"]
-    if cells == 1:
-        lines += ["L1 = m", "i1 = j1", "in1 = here & (i1 < m)"]
-    else:
-        inside = f"in{cells} = here & (j{cells} < L{cells}) & (i{cells} < m)"
-        lines += [
-            f"k{cells} = tl.arange(0, {k})[:, None, None]",
-            f"L{cells} = (m + {cells - 1}) // {cells}",
-            f"i{cells} = k{cells} * L{cells} + j{cells}",
-            inside if k == cells else f"{inside} & (k{cells} < {cells})",
-        ]
-    return [*lines, f"o{cells} = g * BLOCK + i{cells}"]
 
 
 def _places(layout: Layout, fields: int) -> list[str]:
@@ -250,15 +235,17 @@ def _places(layout: Layout, fields: int) -> list[str]:
 
 def _known_alignment(layout: Layout, number: int) -> int:
     """The alignment of a field in a payload that is ALIGNED, whatever the number of values."""
-    known = ALIGNED
+    once, per_block, per_value = 0, 0, 0
     for f in layout.fields[:number]:
-        if f.capacity is not None:
-            known = math.gcd(known, COUNT_NBYTES)
-        elif f.scope in (Scope.TENSOR, Scope.BLOCK):
-            known = math.gcd(known, f.item_nbytes)
+        if f.scope is Scope.TENSOR:
+            once += f.item_nbytes
+        elif f.capacity is not None:
+            per_block += COUNT_NBYTES
+        elif f.scope is Scope.BLOCK:
+            per_block += f.item_nbytes
         elif f.scope is Scope.ELEMENT and f.flag is None:
-            known = math.gcd(known, ir.BITS[f.dtype] // 8 if f.dtype not in ir.CODES else 1)
-    return known
+            per_value = math.gcd(per_value, 1 if f.dtype in ir.CODES else ir.BITS[f.dtype] // 8)
+    return math.gcd(ALIGNED, once, per_block, per_value)
 
 
 def _elements(dtype: str, block: int) -> str:
