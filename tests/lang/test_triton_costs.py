@@ -1,0 +1,97 @@
+"""What the kernels of full tiles cost on a GPU that is absent: instructions, registers, barriers.
+
+A kernel at memory speed has few instructions per value, and enough warps to wait for memory.
+triton_costs.json has what each form costs; `python tests/lang/test_triton_costs.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from gradwire import codecs
+from gradwire.lang import layout
+from gradwire.lang.emit import triton_rows
+from products import EXHAUSTIVE
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from machine_code import Cost, cost
+from test_triton_compile import compiled
+
+pytestmark = pytest.mark.xdist_group("triton")
+
+STORED = Path(__file__).with_name("triton_costs.json")
+COSTS = {name: Cost(**row) for name, row in json.loads(STORED.read_text()).items()}
+FEW = ("qsgd encode", "qsgd decode", "terngrad decode")  # the others take too long to compile
+CASES = [pytest.param(name, marks=[] if name in FEW else EXHAUSTIVE) for name in COSTS]
+MOST = {"encode": 28, "decode": 18}  # instructions per value, of each sweep
+BARRIERS = 8
+WARPS = 16
+GROWTH = 1.25  # a change that costs more must say so, in the stored figures
+# (codec and form, quantity) beyond its bound -> why
+BEYOND = {
+    ("onebit encode", "instructions"): "two counts and two sums in order",
+    ("learnedlevels encode", "instructions"): "four comparisons with looked-up bounds",
+    ("rotated encode", "instructions"): "four of seven steps among the lanes of a tensor",
+    ("rotated decode", "instructions"): "the same, and random numbers drawn again",
+    ("qsgd decode", "instructions"): "random numbers drawn again",
+    ("fp8 decode", "instructions"): "no instruction for fp8 with the same bits",
+    ("threelc encode", "conversions"): "kept codes are stored at any byte",
+    ("threelc encode_ef", "conversions"): "the same",
+    ("threelc reduce_encode", "conversions"): "the same",
+    ("qsgd encode_ef", "warps"): "ptxas keeps what it could compute later",
+    ("learnedlevels encode_ef", "warps"): "the same",
+    ("rotated encode_ef", "warps"): "the same",
+    ("rotated reduce_encode", "warps"): "the same",
+    ("rotated reduce_encode", "spills"): "the same",
+}
+
+
+def costs(name: str) -> list[Cost]:
+    """Those of the sweeps of a form, of full tiles."""
+    codec, form = name.split()
+    lay = layout(codecs.get(codec))
+    values = triton_rows.group(lay) * lay.block
+    kernels = compiled(codecs.get(codec), form, "sm_90", others=False)
+    return [cost(kernel, values) for kernel in kernels]
+
+
+def of_form(found: list[Cost]) -> Cost:
+    """The sweeps' costs together: their sum, or the worst of them."""
+    return Cost(
+        instructions=round(sum(c.instructions for c in found), 1),
+        registers=max(c.registers for c in found),
+        spills=sum(c.spills for c in found),
+        warps=min(c.warps for c in found),
+        conversions=sum(c.conversions for c in found),
+        barriers=max(c.barriers for c in found),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_full_tiles_run_at_memory_speed(name: str) -> None:
+    found, form = costs(name), name.split()[1]
+    beyond = {
+        "instructions": any(c.instructions > MOST.get(form, 1e9) for c in found),
+        "spills": any(c.spills for c in found),
+        "warps": any(c.warps < WARPS for c in found),
+        "conversions": any(c.conversions for c in found),
+        "barriers": any(c.barriers > BARRIERS for c in found),
+    }
+    assert {q for q in beyond if beyond[q] and (name, q) not in BEYOND} == set()
+    now, before = of_form(found), COSTS[name]
+    assert now.instructions <= GROWTH * before.instructions, now
+    assert now.registers <= GROWTH * before.registers, now
+
+
+def test_beyond_names_costs() -> None:
+    assert {name for name, _ in BEYOND} <= set(COSTS)
+
+
+if __name__ == "__main__":
+    rows = [f"{json.dumps(name)}: {json.dumps(asdict(of_form(costs(name))))}" for name in COSTS]
+    STORED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
