@@ -7,7 +7,7 @@ others.
 
 Elements are evaluated in tensors [G, W] of G blocks (triton_views.py).
 
-triton_nodes.py has a rule per operation, triton_blocks.py those of reductions and rotations,
+triton_nodes.py has a rule per operation, triton_blocks.py those of reductions, rotations and sums,
 triton_entries.py those of selections and kept codes, triton_rows.py the code around them. The
 generated code calls triton_prelude.py, triton_numbers.py, triton_reductions.py, triton_selection.py
 and triton_codes.py. A generated file ends with the steps of every form, which lang/gpu.py runs:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from gradwire.lang import ir
 from gradwire.lang.emit import triton_rows
-from gradwire.lang.emit.triton_blocks import Blocks
+from gradwire.lang.emit.triton_blocks import Joins
 from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.emit.triton_views import Tensor
 from gradwire.lang.ir import Node, Scope
@@ -22,7 +22,7 @@ from gradwire.lang.layout import COUNT_NBYTES
 from gradwire.lang.sweeps import Partial, Sink
 
 
-class Kernel(Blocks):
+class Kernel(Joins):
     """Emits the kernel of one sweep."""
 
     def emit(self, name: str, sinks: list[Sink], partials: list[Partial]) -> str:

@@ -321,42 +321,6 @@ class Nodes:
     def node_index(self, n: Node, t: Tensor) -> str:
         return f"i{t}" if n.attr == "block" else f"first + i{t}"
 
-    def node_fold(self, n: Node, t: Tensor) -> None:
-        """The sum starts at -0, since -0 + x is x for every x."""
-        own, tensors = n.args[0], self.views.siblings(t)
-        totals = {t: self.name(n, t) for t in tensors}
-        self.used.sources = True
-        for t, total in totals.items():
-            self.put(f"{total} = tl.where(in{t}, number(0x80000000), 0.0)")
-        self.put("for k in range(ranks):")
-        with self.nested():
-            self.put("if k == rank:")
-            with self.nested():
-                for t, total in totals.items():
-                    self.put(f"{total} = {total} + {self.value(own, t)}")
-            self.put("else:")
-            with self.nested():
-                self.put("behind = (rank >= 0) & (rank < k)")
-                self.put("peer = k - behind.to(tl.int64)")
-                self.put("source = sources + peer * stride")
-                self.redraw()
-                for t, total in totals.items():
-                    self.accumulate(n, total, t)
-        self.memo.update({(n, t): total for t, total in totals.items()})
-
-    def redraw(self) -> None:
-        """The streams of the encoder of a peer's payload."""
-        for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
-            if s.source:
-                name = stream_name(s)
-                key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
-                self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
-                self.put(f"{name}_weyl = weyl(first + {name}_low)")
-
-    def accumulate(self, fold: Node, total: str, t: Tensor) -> None:
-        """Add the decoded payload of a peer."""
-        self.put(f"{total} = {total} + {self.value(fold.args[1], t)}")
-
     # what the kernel's first lines define ---------------------------------------------------------
 
     @property
