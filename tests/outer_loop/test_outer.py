@@ -173,7 +173,7 @@ def test_what_replicas_must_have_alike_is_checked(rank: int) -> None:
     theta = outer.outer_weights()
     outer.lr = 0.5 + rank / 4
     train(model, optimizer, rank, range(2, 3))
-    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(3, 4)), "differs", "lr")
+    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(3, 4)), "rank 1 differs from rank 0 in lr: 0.75, not 0.5")
     outer.lr = 0.5
     with torch.no_grad():
         model.layers[1].weight[0, 0] = float("nan") if rank == 1 else 0.0
@@ -225,6 +225,7 @@ def test_wrong_arguments_say_what_to_do(rank: int) -> None:
     refused("every=0", every=0)
     refused("lr=-1", lr=-1)
     refused("biased", codec="topk", residual=0.0)
+    refused("biased", codec="powersgd", residual=0.0)
     refused("did you mean 'momentum'", momentun=0.5)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "ranks"))
     ddp = DistributedDataParallel(net())

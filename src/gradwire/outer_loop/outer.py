@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.aggregators import Aggregator
 from gradwire.aggregators.registry import OPTIONS, Method
+from gradwire.codecs import Cast
 from gradwire.collectives import Options
 from gradwire.collectives.calling import options_of
 from gradwire.collectives.functional import broadcast
@@ -27,6 +28,7 @@ from gradwire.outer_loop.homes import Home, Replica, deal, fragments_of, replica
 from gradwire.outer_loop.settings import OuterSettings, settings_of
 from gradwire.outer_loop.steps import OuterSteps
 from gradwire.planner import Plan, Rules, make_plan
+from gradwire.planner.plan import ParameterPlan
 from gradwire.planner.rules import exactly, matches
 from gradwire.state.formats import StateGather
 from gradwire.state.state import members_of
@@ -67,15 +69,15 @@ def outer(
             optimizer.step()  # every 100th meets
             optimizer.zero_grad()
 
-    Call it on every rank, with the same arguments. It makes the weights of all replicas those of
-    the group's rank 0. Optimizer state stays each replica's own.
+    Call it on every rank, with the same arguments. It makes the weights that are trained, of all
+    replicas, those of the group's rank 0. Optimizer state stays each replica's own.
 
     Args:
         model: a plain module, each rank of `group` a replica; or a replica of several ranks: a DDP
             module, or one that FSDP2 shards, over those ranks. Buffers stay each replica's own.
         optimizer: whose steps are counted; steps that a GradScaler skips are not.
-        preset: "diloco", "streaming", "muloco" (its outer half: Muon is yours) or "average"; None:
-            the defaults of `OuterSettings`. The arguments that follow change it.
+        preset: "diloco", "streaming", "muloco" (its outer half: Muon is yours), "sparseloco" or
+            "average"; None: the defaults of `OuterSettings`. The arguments that follow change it.
         every, codec, lr, momentum, residual, fragments, delay, mix: see `OuterSettings`
             (docs/how-to/outer.md); None: as the preset has it. codec="none" sends fp32.
         group: the ranks at the same place of every replica; of a plain module None is the default
@@ -240,18 +242,21 @@ def _plan(
     plan = make_plan(
         like, replace(rules, feedback=bool(settings.residual)), ranks, options, 0, version
     )
-    lossy = [
-        p for p in plan.parameters if p.codec is not None and p.codec.biased and not p.feedback
-    ]
-    asks = [p for p in lossy if p.numel >= SMALL and "cast" not in type(p.codec).__name__.lower()]
-    if asks and settings.residual is None:
+    biased = [p for p in plan.parameters if p.numel >= SMALL and _is_biased(p)]
+    if biased and settings.residual is None:
         return make_plan(like, replace(rules, feedback=True), ranks, options, 0, version)
-    if asks and ranks > 1:
+    if biased and not settings.residual and ranks > 1:
         raise ConfigError(
-            f"outer: residual=0: {asks[0].inner} is biased, and what it leaves out of every "
+            f"outer: residual=0: {biased[0].inner} is biased, and what it leaves out of every "
             "difference would be lost: leave residual out, or use an unbiased codec"
         )
     return plan
+
+
+def _is_biased(p: ParameterPlan) -> bool:
+    """Whether what a method leaves out needs a residual; what 16 bits round off does not."""
+    lossy = p.codec is not None and p.codec.biased and not isinstance(p.codec, Cast)
+    return lossy or p.inner.needs_feedback
 
 
 def _begin_alike(replica: Replica, between: dist.ProcessGroup | None) -> None:

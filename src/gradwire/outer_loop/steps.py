@@ -227,11 +227,13 @@ class OuterSteps(Reductions):
             common, many = Counter(found).most_common(1)[0]
             if many < len(found):
                 rank = next(r for r, value in enumerate(found) if value != common)
-                values = "" if not at else f": {found[rank]} there, {common} on most"
+                known = 2 * many > len(found)
+                other = "most replicas" if known else f"rank {ranks[found.index(common)]}"
+                values = "" if not at else f": {found[rank]}, not {common}"
                 raise ConfigError(
-                    f"outer: rank {ranks[rank]} differs from most replicas in {what}{values}; they "
-                    "must be equal: load the same checkpoint everywhere, and set lr and momentum "
-                    "alike between two meetings"
+                    f"outer: rank {ranks[rank]} differs from {other} in {what}{values}; they must "
+                    "be equal: load the same checkpoint everywhere, and set lr and momentum alike "
+                    "between two meetings"
                 )
 
     def _agree_inside(self, error: BaseException | None) -> None:
@@ -323,7 +325,7 @@ class OuterSteps(Reductions):
         meeting = self._meeting
         if meeting is not None:  # its averages are there
             names = [member.name for member in meeting.fragment.members]
-            found["begun"] = meeting.step
+            found["begun"], found["by"] = meeting.step, list(meeting.by)
             found["averages"] = dict(zip(names, meeting.values, strict=True))
         return {"outer": found}
 
@@ -372,8 +374,9 @@ class OuterSteps(Reductions):
         assert due is not None
         fragment = self.fragments[due]
         values = [saved["averages"][m.name].clone() for m in fragment.members]
-        by = self.lr, self.momentum
-        return _Meeting(fragment, saved["begun"], values, {}, by, None, is_there=True)
+        lr, momentum = saved["by"]
+        of = fragment, saved["begun"], values, {}, (lr, momentum), None
+        return _Meeting(*of, is_there=True)
 
     # ---- its end
 
