@@ -173,7 +173,8 @@ def test_what_replicas_must_have_alike_is_checked(rank: int) -> None:
     theta = outer.outer_weights()
     outer.lr = 0.5 + rank / 4
     train(model, optimizer, rank, range(2, 3))
-    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(3, 4)), "rank 1 differs from rank 0 in lr: 0.75, not 0.5")
+    said = "rank 1 differs from rank 0 in lr: 0.75, not 0.5"
+    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(3, 4)), said)
     outer.lr = 0.5
     with torch.no_grad():
         model.layers[1].weight[0, 0] = float("nan") if rank == 1 else 0.0

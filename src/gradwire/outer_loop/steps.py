@@ -375,8 +375,8 @@ class OuterSteps(Reductions):
         fragment = self.fragments[due]
         values = [saved["averages"][m.name].clone() for m in fragment.members]
         lr, momentum = saved["by"]
-        of = fragment, saved["begun"], values, {}, (lr, momentum), None
-        return _Meeting(*of, is_there=True)
+        begun = saved["begun"]
+        return _Meeting(fragment, begun, values, {}, (lr, momentum), None, is_there=True)
 
     # ---- its end
 
