@@ -112,6 +112,9 @@ FEW = [
     *(Case(codec, ("reduce_encode", "decode")) for codec in (*ODD[2:4], ManyBlocks())),
     Case(SELECTIONS[-1], ("decode_sum",), **SPARSE),
     Case(Trits(), ("encode", "decode"), sizes=(300, 1), given=()),
+    # blocks of several chunks, whose counts are added up in a launch of their own
+    Case(codecs.ThreeLC(block=1), ("encode", "decode_sum"), sizes=(tiles.CHUNK * 2 + 9,)),
+    Case(codecs.AdaComp(block=1), ("encode", "decode"), sizes=(tiles.CHUNK * 2,), given=()),
 ]
 TIES = ([1.0, -1.0, 0.5] * 300, [2.0] * 9000, [0.0] * 700)  # the second over several tiles
 MANY = [
@@ -229,6 +232,27 @@ def test_launches_do_not_depend_on_the_number_of_rows(
 ) -> None:
     found = interpreted(triton_checks.launches, codec, [50, 1, 30])
     assert list(found.values()) == LAUNCHES[codec], found
+
+
+# the same over 2^26 values, where rows take longer to reduce and to scan
+LAUNCHES_OF_MANY = {
+    QSGD(): [1, 1, 1, 1, 1, 1, 1],
+    codecs.TernGrad(): [6, 6, 1, 1, 1, 6, 6],
+    codecs.ThreeLC(): [7, 7, 3, 3, 3, 9, 9],
+    TopK(): [14, 14, 3, 3, 3, 16, 16],
+    codecs.MSTopK(): [58, 58, 3, 3, 3, 16, 16],
+}
+
+
+def test_launches_over_many_values(interpreted: Interpreted) -> None:
+    for codec, expected in LAUNCHES_OF_MANY.items():
+        found = interpreted(triton_checks.launches_of, codec, 2**26)
+        assert list(found.values()) == expected, (codec, found)
+
+
+def test_no_program_loops_over_the_blocks_of_a_row(interpreted: Interpreted) -> None:
+    for codec in (codecs.ThreeLC(), TopK()):
+        assert 0 < interpreted(triton_checks.trips, codec, 2**26) <= 16
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from codec_calls import CODECS
 from gradwire import codecs
 from gradwire.codecs import QSGD, Cast, Codec, Identity
-from gradwire.lang import forms, gpu, layout
+from gradwire.lang import forms, gpu, layout, tiles
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
 from products import EXHAUSTIVE
@@ -123,22 +123,27 @@ def test_only_aligned_memory_is_stored_as_vectors() -> None:
         assert f"st.global.{width}" in ptx, width
 
 
-WORDS = {"shift": "i32", "column": "i32", "first": "i32", "index": "i32", "done": "i32"}
-SIZES = {"BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "J": 1024, "EVERY": 100, "CHUNK": gpu.CHUNK,
-         "PARTIAL": 2, "SAMPLE": True, "FLAGS": False, "KIND": "sum", "R": gpu.REDUCED, "LOG": 10,
-         "C": gpu.REDUCED_COLUMNS}  # fmt: skip
-BETWEEN = ("complete", "histogram", "pick", "tally", "scan", "survey")
+WORDS = ("shift", "column", "first", "chunks", "index", "done")
+SIZES = {
+    "BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "J": 1024, "EVERY": 100, "CHUNK": tiles.CHUNK,
+    "SINGLE": False, "PARTIAL": 2, "SAMPLE": True, "FLAGS": False, "KIND": "sum", "R": gpu.REDUCED,
+    "LOG": 10, "C": gpu.REDUCED_COLUMNS,
+}  # fmt: skip
+BETWEEN = (
+    "complete", "histogram", "pick", "tally", "sum_tallies", "scan", "sum_counts", "survey",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2))])
 def test_kernels_between_sweeps(turn: int) -> None:
     """Each for one GPU, another in each turn."""
-    from gradwire.lang.emit import triton_reductions, triton_selection
+    from gradwire.lang.emit import triton_counts, triton_reductions, triton_selection
 
+    files = (triton_counts, triton_reductions, triton_selection)
     for number, name in enumerate(BETWEEN):
         target = list(TARGETS.values())[(number + turn) % 3]
-        kernel = getattr(triton_selection, name, None) or getattr(triton_reductions, name)
-        known = SIGNATURE | WORDS
+        (kernel,) = (vars(file)[name] for file in files if name in vars(file))
+        known = SIGNATURE | dict.fromkeys(WORDS, "i32")
         signature = {name: known.get(name, "constexpr") for name in kernel.arg_names}
         constants = {name: SIZES[name] for name in kernel.arg_names if name not in known}
         source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)

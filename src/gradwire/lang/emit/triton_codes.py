@@ -22,8 +22,8 @@ from gradwire.lang.emit.triton_prelude import (
 from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word
 
 RUN = tl.constexpr(128)  # entries that are packed together
-RUNS = tl.constexpr(8)  # packed at once
-BYTES = tl.constexpr(1024)  # cleared at once
+RUNS = tl.constexpr(16)  # packed at once
+BYTES = tl.constexpr(4096)  # cleared at once
 
 
 # entries of a tile -------------------------------------------------------------------------------

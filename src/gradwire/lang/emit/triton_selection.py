@@ -1,12 +1,12 @@
-"""Selections in Triton: keys, the k-th largest key, the entries before every block.
+"""Selections in Triton: keys, the k-th largest key, how many reach it.
 
 This file has the passes between the sweeps of a codec that selects; triton_codes.py handles
 entries. A sweep stores the key of every element. A radix select finds the k-th largest key, the
 *cut*, byte by byte: four times, `histogram` counts the next byte of the keys that share the cut's
 known prefix, and `pick` extends the prefix. `tally` then counts the keys above and equal to the cut
-per block, and `scan` computes prefix sums. After that every element can determine whether it is
-selected and its entry number. Results do not depend on the order of programs, since all sums are of
-integers.
+per block, and triton_counts.py computes prefix sums. After that every element can determine whether
+it is selected and its entry number. Results do not depend on the order of programs, since all sums
+are of integers.
 
 Only generated code and lang/gpu.py import this file.
 """
@@ -29,18 +29,12 @@ from gradwire.lang.emit.triton_prelude import (
     BEFORE,
     CAPACITY,
     COLUMNS,
-    COUNTED,
     KEYS,
     NUMEL,
     PARTIALS,
-    PAYLOAD,
-    SOURCE,
     STATE,
     TIED,
-    fail,
     find,
-    load8,
-    load16,
     place,
 )
 
@@ -49,6 +43,7 @@ BINS = tl.constexpr(256)  # of a histogram of one byte of the keys
 CUT = tl.constexpr(0)
 TAKEN = tl.constexpr(1)
 HISTOGRAM = tl.constexpr(8)
+SUMS = tl.constexpr(264)  # sums of chunks of blocks, which follow the state
 
 
 # keys --------------------------------------------------------------------------------------------
@@ -183,66 +178,3 @@ def tally(
     g = tl.arange(0, GROUP)
     tl.store(words + tl.load(row + BEFORE) + block + g, larger, mask=g < held)
     tl.store(words + tl.load(row + TIED) + block + g, equal, mask=g < held)
-
-
-@triton.jit
-def scan(table, words, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Programs (row): from counts per block to the entries and ties before each block."""
-    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    blocks = blocks_of(row, BLOCK).to(tl.int32)
-    before, tied = words + tl.load(row + BEFORE), words + tl.load(row + TIED)
-    taken = tl.load(words + tl.load(row + STATE) + TAKEN)
-    entries, ties = blocks * 0, blocks * 0
-    i = tl.arange(0, CHUNK)
-    for begin in range(0, blocks, CHUNK):
-        mask = begin + i < blocks
-        equal = tl.load(tied + begin + i, mask=mask, other=0)
-        larger = tl.load(before + begin + i, mask=mask, other=0)
-        so_far = ties + tl.cumsum(equal, 0) - equal
-        many = larger + tl.minimum(tl.maximum(taken - so_far, 0), equal)
-        tl.store(tied + begin + i, so_far, mask=mask)
-        tl.store(before + begin + i, entries + tl.cumsum(many, 0) - many, mask=mask)
-        entries += tl.sum(many, 0)
-        ties += tl.sum(equal, 0)
-    tl.store(before + blocks, entries)
-
-
-@triton.jit(do_not_specialize=["stride", "first"])
-def survey(
-    table, words, failed, stride, first,
-    BLOCK: tl.constexpr, FLAGS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Programs (row, payload): count the entries or kept blocks before every block.
-
-    Payload 0 is the own one, the others are peers'. One with too many entries is treated as empty.
-    """
-    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    number = first + tl.program_id(1)
-    blocks = blocks_of(row, BLOCK).to(tl.int32)
-    payload = tl.load(row + PAYLOAD)
-    if number > 0:
-        payload = tl.load(row + SOURCE) + (number - 1).to(tl.int64) * stride
-    payload += tl.load(row + COUNTED)
-    i = tl.arange(0, CHUNK)
-    total = payload * 0
-    for begin in range(0, blocks, CHUNK):
-        total += tl.sum(_counted(payload, begin + i, begin + i < blocks, FLAGS).to(tl.int64), 0)
-    counted = tl.where(total <= tl.load(row + CAPACITY), blocks, 0)
-    fail(failed, row, (i == 0) & (total > tl.load(row + CAPACITY)))
-    before = words + tl.load(row + BEFORE) + number.to(tl.int64) * (blocks + 1)
-    so_far = blocks * 0
-    for begin in range(0, blocks, CHUNK):
-        counts = _counted(payload, begin + i, begin + i < counted, FLAGS)
-        at = so_far + tl.cumsum(counts, 0) - counts
-        tl.store(before + begin + i, at, mask=begin + i < blocks)
-        so_far += tl.sum(counts, 0)
-    tl.store(before + blocks, so_far)
-
-
-@triton.jit
-def _counted(address, at, mask, FLAGS: tl.constexpr):
-    if FLAGS:
-        counts = (load8(address, at, mask, False) != 0).to(tl.int32)
-    else:
-        counts = load16(address, at, mask, False).to(tl.int32)
-    return counts
