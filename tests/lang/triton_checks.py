@@ -184,6 +184,28 @@ def differences(
     return ", ".join(wrong)
 
 
+def sampled_differences(
+    codec: Codec, given: Sequence[Sequence[float]], form: str
+) -> tuple[str, int]:
+    """`differences` where short rows take a sample, too; and how many rows were sifted again."""
+    from gradwire.lang import gpu, tiles
+    from gradwire.lang.emit import triton_selection
+
+    launch, usual, again = gpu.Launches.launch, gpu.UNSAMPLED, 0
+
+    def watching(self: gpu.Launches, kernel: object, *arguments: object, **options: object) -> None:
+        nonlocal again
+        launch(self, kernel, *arguments, **options)  # type: ignore[arg-type]
+        if kernel is triton_selection.check:
+            state = torch.from_numpy(self.divided.table[:, tiles.COLUMN["state"]])
+            again += int(self.words[state + triton_selection.OPEN.value].sum())
+
+    gpu.Launches.launch, gpu.UNSAMPLED = watching, 0  # type: ignore[method-assign]
+    found = differences(codec, torch.float32, [], given, [form])
+    gpu.Launches.launch, gpu.UNSAMPLED = launch, usual  # type: ignore[method-assign]
+    return found, again
+
+
 def verdicts(
     codec: Codec, numel: int, form: str, edits: Sequence[dict[int, int]], device: str = "cpu"
 ) -> list[str]:

@@ -23,7 +23,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import forms, tiles
 from gradwire.lang.call import Call, Kernels, Mark
 from gradwire.lang.codec import Codec
-from gradwire.lang.emit import triton, triton_rows
+from gradwire.lang.emit import triton, triton_entries, triton_rows
 from gradwire.lang.layout import Layout, native_name
 from gradwire.lang.native import cache, jit
 from gradwire.lang.tiles import CHUNK, COLUMN, Tiles
@@ -33,7 +33,9 @@ VALUES_PER_THREAD = 16
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
-SHIFTS = (24, 16, 8, 0)  # of the bytes of a key, highest first
+KEY_BYTES = 4
+UNSAMPLED = 2**16  # values of a row up to which all keys are candidates
+TALLIED = 4096  # candidates that a program counts at once
 
 
 def missing() -> str | None:
@@ -215,15 +217,40 @@ class Launches:
 
     def sample(self, index: int, every: int, column: int) -> None:
         """Compute the order statistic of the sample that a sweep stored."""
-        self.cut(COLUMN[f"size{column}"], every, index)
+        k = COLUMN[f"size{column}"]
+        self.cut(k, every)
+        self.common(
+            self.selection.statistic, (self.rows[1],),
+            self.table, self.words, self.workspace, k, index,
+            BLOCK=self.layout.block, PARTIAL=self.layout.partials,
+        )  # fmt: skip
 
-    def select(self, ranked: bool) -> None:
-        """Compute the threshold, ties and entries before every block from a sweep's keys."""
+    def select(self, keys: Any, picks: Any) -> None:
+        """Find the candidates, the threshold, and the entries before every block.
+
+        Candidates are all keys of short rows, and keys that are not ranked; else a sample of keys
+        tells which. Where it has misled, the keys are swept again.
+        """
+        many = self.divided.blocks * self.layout.block > UNSAMPLED
+        ranked, sample = picks is not None, picks is not None and many
+        if sample:
+            self.sweep(picks)
+        self.common(
+            self.selection.begin, (self.rows[1],), self.table, self.words,
+            BLOCK=self.layout.block, RANKED=ranked, SAMPLE=sample,
+        )  # fmt: skip
+        self.sweep(keys)
+        if sample:
+            self.common(self.selection.check, (self.rows[1],), self.table, self.words)
+            self.sweep(keys)
         if ranked:
             self.cut(COLUMN["capacity"])
+        piece = triton_entries.piece(self.layout)
+        blocks = max(1, TALLIED // piece)
+        chunks = -(-self.divided.blocks // blocks)
         self.common(
-            self.selection.tally, (self.divided.number,), *self.rows, self.words,
-            **self.tile, J=triton_rows.power2(self.layout.block),
+            self.counts.tally, (self.rows[1] * chunks,), self.table, self.words, chunks,
+            BLOCK=self.layout.block, CHUNK=blocks, PIECE=piece, RANKED=ranked,
         )  # fmt: skip
         self.scan()
 
@@ -234,18 +261,14 @@ class Launches:
             self.common(self.counts.sum_tallies, grid, *given, **self.chunk)
         self.common(self.counts.scan, grid, *given, **self.chunk, SINGLE=self.chunks == 1)
 
-    def cut(self, column: int, every: int = 1, index: int = -1) -> None:
-        """Find the k-th largest key, with k in a column of the table, as reduction `index`."""
+    def cut(self, column: int, every: int = 0) -> None:
+        """Find all but the last byte of the k-th largest key, and count that, with k in a column of
+        the table; `every`: of a sample of one per so many values, not of the candidates."""
         size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
-        for shift in SHIFTS:
+        for number in range(KEY_BYTES):
             self.common(
-                self.selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
-                **self.tile, SIZE=size, EVERY=every,
-            )  # fmt: skip
-            self.common(
-                self.selection.pick, (self.rows[1],),
-                self.table, self.words, self.workspace, shift, column, index,
-                BLOCK=self.layout.block, PARTIAL=self.layout.partials, SAMPLE=index >= 0,
+                self.selection.histogram, (self.divided.number,),
+                *self.rows, self.words, number, column, **self.tile, SIZE=size, EVERY=every,
             )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ of every form, which lang/gpu.py runs:
 | ("complete", index, number, kind) | reduce a sweep's partial results to `number` results per row |
 | ("survey", peers) | count the entries or kept blocks before every block of received payloads |
 | ("sample", index, every, column) | the order statistic of the sample that a sweep stored |
-| ("select", ranked) | from a sweep's keys: the threshold, and the entries before every block |
+| ("select", keys, picks) | the entries of a selection before every block; two kernels of sweeps, |
+|  | `picks` None if keys are not ranked |
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ def _form(
         name = f"{program.form}_{number}"
         plain = [p for p in partials if not isinstance(p.node.attr, ir.Rank)]
         if any(s.kind == "key" for s in sinks):
-            add(kernel().emit_keys(f"{name}_keys"), f"{name}_keys")
-            steps.append(f'("select", {passes.is_ranked(program)})')
+            keys, picks = f"{name}_keys", f"{name}_picks" if passes.is_ranked(program) else None
+            kernels.append(kernel().emit_keys(keys))
+            if picks:
+                kernels.append(kernel().emit_picks(picks))
+            steps.append(f'("select", {keys}, {picks})')
         if plain or sinks:
             add(kernel().emit(name, sinks, plain), name)
         steps += [f'("complete", {i}, {many}, "{kind}")' for i, many, kind in _alike(plain)]

@@ -19,14 +19,14 @@ from gradwire.lang.emit.triton_prelude import (
     load8,
     store8,
 )
-from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word
+from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word, positions_of
 
 RUN = tl.constexpr(128)  # entries that are packed together
 RUNS = tl.constexpr(16)  # packed at once
 BYTES = tl.constexpr(4096)  # cleared at once
 
 
-# entries of a tile -------------------------------------------------------------------------------
+# selected elements of a tile ---------------------------------------------------------------------
 
 
 @triton.jit
@@ -37,21 +37,54 @@ def earlier(condition, GROUP: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
+def total(condition, GROUP: tl.constexpr, J: tl.constexpr):
+    """[1, G, J] -> [1, G, 1]: how many elements of the block satisfy the condition."""
+    return tl.reshape(tl.sum(tl.reshape(condition.to(tl.int32), GROUP, J), 1), 1, GROUP, 1)
+
+
+@triton.jit
+def segments(row, words, block, g, here, blocks):
+    """Of every block: its first candidate, their number, earlier ties, earlier and own entries."""
+    tied = words + tl.load(row + TIED) + block + g
+    first = tl.load(tied + blocks, mask=here, other=0)
+    many = tl.load(tied + 2 * blocks, mask=here, other=0)
+    ties = tl.load(tied, mask=here, other=0)
+    before = words + tl.load(row + BEFORE) + block + g
+    entries = tl.load(before, mask=here, other=0)
+    return first, many, ties, entries, tl.load(before + 1, mask=here, other=0) - entries
+
+
+@triton.jit
 def chosen(
-    row, words, block, g, at, here, mask,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
+    row, words, first, many, begin, ties, entries,
+    GROUP: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """(whether it is selected, its entry number) per element; of equal keys, the first are."""
+    """PIECE candidates of every block from number `begin` on: [1, G, PIECE] each of
+
+    their positions in the block, whether they are selected, their entry numbers; of equal keys, the
+    first are. Then the ties and entries before the next.
+    """
     state = words + tl.load(row + STATE)
-    keys = words + tl.load(row + KEYS) + block * BLOCK
-    key = as_word(tl.load(keys + at, mask=mask, other=0))
+    e = begin + tl.arange(0, PIECE)[None, None, :]
+    mask = e < many
+    key = as_word(tl.load(words + tl.load(row + KEYS) + first + e, mask=mask, other=0))
+    i = tl.load(positions_of(row, words) + first + e, mask=mask, other=0).to(tl.int32)
     cut = as_word(tl.load(state + CUT))
-    ties = tl.load(words + tl.load(row + TIED) + block + g, mask=here, other=0)
     equal = mask & (key == cut)
-    tied = equal & (ties + earlier(equal, GROUP, J) < tl.load(state + TAKEN))
+    tied = equal & (ties + earlier(equal, GROUP, PIECE) < tl.load(state + TAKEN))
     hit = (mask & (key > cut)) | tied
-    before = tl.load(words + tl.load(row + BEFORE) + block + g, mask=here, other=0)
-    return hit, before + earlier(hit, GROUP, J)
+    entry = entries + earlier(hit, GROUP, PIECE)
+    return i, hit, entry, ties + total(equal, GROUP, PIECE), entries + total(hit, GROUP, PIECE)
+
+
+@triton.jit
+def take(x, i, GROUP: tl.constexpr, J: tl.constexpr, PIECE: tl.constexpr):
+    """[1, G, J] at positions [1, G, PIECE]."""
+    at = tl.reshape(i, GROUP, PIECE)
+    return tl.reshape(tl.gather(tl.reshape(x, GROUP, J), at, 1), 1, GROUP, PIECE)
+
+
+# entries of a payload ----------------------------------------------------------------------------
 
 
 @triton.jit

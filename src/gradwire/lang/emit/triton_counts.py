@@ -1,9 +1,11 @@
-"""Prefix sums over the blocks of a row, in Triton: the entries or kept blocks before every block.
+"""Counts of blocks and their prefix sums, in Triton: the entries or kept blocks before every block.
 
 A program has a chunk of the blocks. One launch adds up every chunk; in the next, every program adds
 up the sums of the chunks before its own, so none reads the counts of a whole row. If no row has
 more than one chunk, the first launch is omitted. Behind the last block comes one place more, for
 the sum of all.
+
+`tally` counts the keys of a selection; the counts of received payloads are in these.
 
 Only lang/gpu.py imports this file.
 """
@@ -18,6 +20,7 @@ from gradwire.lang.emit.triton_prelude import (
     CAPACITY,
     COLUMNS,
     COUNTED,
+    KEYS,
     PAYLOAD,
     SOURCE,
     STATE,
@@ -26,7 +29,7 @@ from gradwire.lang.emit.triton_prelude import (
     load8,
     load16,
 )
-from gradwire.lang.emit.triton_selection import SUMS, TAKEN, blocks_of
+from gradwire.lang.emit.triton_selection import CUT, SUMS, TAKEN, as_int, as_word, blocks_of, extend
 
 
 @triton.jit
@@ -55,6 +58,36 @@ def sum_before(sums, chunk, blocks, own, CHUNK: tl.constexpr, SINGLE: tl.constex
             before += tl.sum(tl.where(begin + i < chunk, each, 0), 0)
             total += tl.sum(each, 0)
     return before, total
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def tally(
+    table, words, chunks,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Programs (chunk of a row): count the candidates per block above the cut, and equal to it.
+
+    PIECE: candidates of a block that are read at once. RANKED: the cut is not yet known.
+    """
+    row, blocks, chunk, b = chunk_of(table, chunks, BLOCK, CHUNK)
+    state, keys = words + tl.load(row + STATE), words + tl.load(row + KEYS)
+    cut = tl.full((), 1, tl.uint32)
+    if RANKED:
+        cut, taken = extend(state, 4, tl.load(row + CAPACITY))
+        if chunk == 0:  # a cut of 0: there are fewer than k, and all are selected
+            tl.store(state + CUT, as_int(cut))
+            tl.store(state + TAKEN, tl.where(cut == 0, 0, taken))
+    tied = words + tl.load(row + TIED)
+    first = tl.load(tied + blocks + b, mask=b < blocks, other=0)
+    many = tl.load(tied + 2 * blocks + b, mask=b < blocks, other=0)
+    larger, equal, e = b * 0, b * 0, tl.arange(0, PIECE)[None, :]
+    for begin in range(0, tl.max(many, 0), PIECE):
+        mask = begin + e < many[:, None]
+        key = as_word(tl.load(keys + first[:, None] + begin + e, mask=mask, other=0))
+        larger += tl.sum((mask & (key > cut)).to(tl.int32), 1)
+        equal += tl.sum((mask & (key == cut)).to(tl.int32), 1)
+    tl.store(words + tl.load(row + BEFORE) + b, larger, mask=b < blocks)
+    tl.store(tied + b, equal, mask=b < blocks)
 
 
 @triton.jit(do_not_specialize=["chunks"])

@@ -1,10 +1,13 @@
 """Triton over entries: own and received selections, samples, kept codes.
 
-An entry is computed in the tile of its element, so gathering reads the element's own value. Every
-element of a tile finds out whether it is selected and its entry number. For the own selection,
-earlier passes have computed the threshold and the number of entries before every block
-(triton_selection.py). In a received payload, the entries are sorted, so an element bisects the
-entries of its block. Nothing is scattered, and sums run in rank order.
+The own selection: a first sweep has stored the candidates of every block, in order (see
+triton_selection.py). The last sweep takes a piece of every block's candidates at a time, and
+evaluates what is sent of an element in a *view of candidates* [1, GROUP, PIECE], number 0, whose
+elements lie at the candidates' positions. So its costs are those of few elements, whatever a codec
+sends of them.
+
+In a received payload, the entries are sorted, so an element bisects the entries of its block.
+Nothing is scattered, and sums run in rank order.
 
 Names: hitP, entryP, entriesP of a selection, where P is the node's number and the view.
 """
@@ -16,7 +19,19 @@ from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_nodes import Nodes
 from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.ir import Node, Scope
+from gradwire.lang.layout import Layout
 from gradwire.lang.sweeps import Partial, Sink
+
+CANDIDATES = 0  # the view
+PIECES = 16  # of a block's candidates, at most
+
+
+def piece(layout: Layout) -> int:
+    """Candidates of a block that are taken at once, a power of two: mostly all there are."""
+    share = max((f.capacity.fraction for f in layout.fields if f.capacity is not None), default=0)
+    block = triton_rows.power2(layout.block)
+    wanted = triton_rows.power2(max(16, int(2 * share * layout.block)))
+    return min(block, max(block // PIECES, wanted))
 
 
 class Kernel(Nodes):
@@ -34,14 +49,40 @@ class Kernel(Nodes):
                 self.kept(sink.node)
             elif sink.kind == "field":
                 self.field(sink.name, sink.node)
-            elif sink.kind == "key":
-                self.entries(sink.name, sink.node)
-        if any(s.kind in ("store", "patch", "key") for s in sinks):
+        if any(s.kind == "key" for s in sinks):
+            self.prepare()
+        if any(s.kind in ("store", "patch") for s in sinks):
             self.stores()
+        for sink in sinks:
+            if sink.kind == "key":
+                self.entries(sink.name, sink.node)
         return self.text(name)
 
     def emit_keys(self, name: str) -> str:
-        """The kernel that stores the keys of elements in the workspace; 0 for no key."""
+        """The kernel that finds the candidates of rows where they are still to be found."""
+        self.put("if is_open(row, words):")
+        with self.nested():
+            key = self.key()
+            j = triton_rows.width(self.layout.block, 1)
+            self.put(f"sift(row, words, block, here, in1, {key}, BLOCK, GROUP, {j})")
+            for n in self.number:  # every element looks for itself in the payloads here, and only
+                if n.op == "fold":  # here: so this is where they are checked
+                    self.value(n, self.main)
+        return self.text(name)
+
+    def emit_picks(self, name: str) -> str:
+        """The kernel that stores a few keys, from which the floor of candidates is chosen."""
+        self.put("if has_picks(row, block, held, BLOCK):")
+        with self.nested():
+            key, v = self.key(), self.view(self.main)
+            self.put(f"place, picked = picks(row, block + g, i{v}, BLOCK)")
+            at = "words + tl.load(row + KEYS) + place"
+            self.put(f"tl.store({at}, as_int({key}), mask=in{v} & picked)")
+        return self.text(name)
+
+    def key(self) -> str:
+        """The keys of a tile's elements; 0 for no key."""
+        assert self.main == 1, "candidates are found in the order of elements"
         (select,) = (n for _, n in self.program.fields if n.op == "select")
         v = self.view(self.main)
         conditions = [self.value(a, v) for a in select.args if a.dtype == "bool"]
@@ -49,10 +90,7 @@ class Kernel(Nodes):
         key = ranked[0] if ranked else "1"
         if conditions:
             key = f"tl.where({conditions[0]}, {key}, 0)"
-        self.put(f"keys = words + tl.load(row + KEYS) + block * {self.layout.block}")
-        self.put(f"tl.store(keys + o{v}, as_int(({key}).to(tl.uint32)), mask=in{v})")
-        self.put(f"begin_selection(row, words, block, {'True' if ranked else 'False'})")
-        return self.text(name)
+        return f"({key}).to(tl.uint32)"
 
     def emit_sample(self, name: str, statistic: Node) -> str:
         """The kernel that stores the keys of a sample's elements in the workspace."""
@@ -65,7 +103,7 @@ class Kernel(Nodes):
         )
         key = f"as_int(key_of({value}))"
         self.put(f"tl.store(words + tl.load(row + KEYS) + window, {key}, mask=in{v} & taken)")
-        self.put("begin_selection(row, words, block, True)")
+        self.put("begin_statistic(row, words, block)")
         return self.text(name)
 
     def text(self, name: str) -> str:
@@ -74,9 +112,9 @@ class Kernel(Nodes):
     # what a sweep stores --------------------------------------------------------------------------
 
     def stores(self) -> None:
-        """All stores and patches, after all reads."""
+        """All stores, and patches of received entries, after all reads."""
         stored = dict(self.program.stores)
-        patched = {target: (n, s) for target, n, s in self.program.patches}
+        patched = {target: (n, s) for target, n, s in self.program.patches if s.op != "select"}
         if not stored:  # then only selected elements are loaded
             hits = {self.selection(s, self.main) for _, s in patched.values()}
             self.only = f"hit{hits.pop()}" if hits else None
@@ -94,27 +132,64 @@ class Kernel(Nodes):
         for target, value in values.items():
             self.store(target, value, masks[target])
 
+    def prepare(self) -> None:
+        """What candidates take from their tile: numbers of its blocks, rotated elements, and those
+        loaded elements that are overwritten before the candidates are handled."""
+        overwritten = ("load",) if self.program.stores else ()
+        roots = [n for _, n in (*self.sent(), *self.patches())]
+        first = ("gather", "fold")  # what follows is the selection, or of a peer's payload
+        for n in ir.walk(roots, lambda n: n.args[:1] if n.op in first else n.args):
+            if n.op in ("rotate", *overwritten):
+                self.value(n, 1)
+            elif n.scope is Scope.BLOCK:
+                self.value(n, self.main)
+
     def entries(self, name: str, select: Node) -> None:
-        """The number of selected elements per block, their positions, and their other fields."""
-        v = self.main
-        p = self.selection(select, v)
-        self.used.payload = True
-        self.put(f"many = count(hit{p}, in{v}).to(tl.int32).to(tl.uint32)")
-        self.put(f"store16(payload + {self.place(name)} + block * 2, g, many, here, False)")
+        """The number of selected elements per block; their positions, other fields and patches."""
+        size, patches = piece(self.layout), self.patches()
+        self.used.payload = self.used.blocks = True
+        self.put("start, many, ties, before, own = segments(row, words, block, g, here, blocks)")
+        at = f"payload + {self.place(name)} + block * 2"
+        self.put(f"store16({at}, g, own.to(tl.uint32), here, False)")
         self.put("staged = words + tl.load(row + STAGED)")
-        self.put(f"tl.store(staged + entry{p}, i{v}, mask=hit{p})")
+        self.put("entries0 = tl.load(words + tl.load(row + BEFORE) + blocks)")
+        if patches:  # of elements that other threads have stored
+            self.put("tl.debug_barrier()")
+        self.put(f"for piece in range(0, tl.max(tl.reshape(many, GROUP), 0), {size}):")
+        with self.nested():
+            self.put("i0, in0, entry0, ties, before = chosen(")
+            self.put(f"    row, words, start, many, piece, ties, before, GROUP, {size}")
+            self.put(")")
+            self.put("o0 = g * BLOCK + i0")
+            self.put("tl.store(staged + entry0, i0, mask=in0)")
+            self.send()
+            for target, n in patches:
+                narrow = ".to(tl.uint16)" if target == "values" and self.native != "fp32" else ""
+                value = f"({self.value(n, CANDIDATES)}){narrow}"
+                self.used.targets.add(target)
+                self.put(f"tl.store({target} + o0, {value}, mask=in0)")
+
+    def send(self) -> None:
+        """Store the other fields of entries."""
         columns = 1
-        for other, n in self.program.fields:
-            if n.scope is not Scope.SELECTION or n.op == "select":
-                continue
-            value = self.value(n, v)
+        for name, n in self.sent():
+            value = self.value(n, CANDIDATES)
             if n.dtype in ir.CODES:
                 column = f"staged + {columns} * tl.load(row + CAPACITY)"
-                self.put(f"tl.store({column} + entry{p}, {value}, mask=hit{p})")
+                self.put(f"tl.store({column} + entry0, {value}, mask=in0)")
                 columns += 1
             else:
-                tail = self.tail("payload", other, f"entries{p}")
-                self.put(f"{STORES[n.dtype]}({tail}, entry{p}, {value}, hit{p}, False)")
+                tail = self.tail("payload", name, "entries0")
+                self.put(f"{STORES[n.dtype]}({tail}, entry0, {value}, in0, False)")
+
+    def sent(self) -> list[tuple[str, Node]]:
+        """The fields of the own selection, but the selection itself."""
+        fields = self.program.fields
+        return [(k, n) for k, n in fields if n.scope is Scope.SELECTION and n.op != "select"]
+
+    def patches(self) -> list[tuple[str, Node]]:
+        """The targets that the own selection patches, and what it stores there."""
+        return [(target, n) for target, n, s in self.program.patches if s.op == "select"]
 
     def clear(self) -> None:
         """Zero the memory of kept codes before any is stored."""
@@ -169,6 +244,23 @@ class Kernel(Nodes):
         p, value = self.selection(selection, view), self.value(entries, view)
         self.put(f"{total} = tl.where(hit{p}, {total} + {value}, {total})")
 
+    # views ----------------------------------------------------------------------------------------
+
+    def view(self, cells: int) -> int:
+        return cells if cells == CANDIDATES else super().view(cells)
+
+    def taken(self, n: Node) -> str:
+        """Of the elements of a tile, those at the positions of candidates."""
+        j = triton_rows.width(self.layout.block, 1)
+        return f"take({self.value(n, 1)}, i0, GROUP, {j}, {piece(self.layout)})"
+
+    def node_load(self, n: Node, view: int) -> str:
+        overwritten = view == CANDIDATES and self.program.stores
+        return self.taken(n) if overwritten else super().node_load(n, view)
+
+    def node_rotate(self, n: Node, view: int) -> str:
+        return self.taken(n) if view == CANDIDATES else super().node_rotate(n, view)
+
     # selections -----------------------------------------------------------------------------------
 
     def selection(self, n: Node, view: int) -> str:
@@ -178,19 +270,8 @@ class Kernel(Nodes):
             p = f"{self.number[n]}_{self.view(view)}{'_' if self.folding else ''}"
             self.memo[key] = p
             self.used.blocks = True
-            if n.op == "select":
-                self.chosen(p, view)
-            else:
-                self.received(n, p, view)
+            self.received(n, p, view)
         return self.memo[key]
-
-    def chosen(self, p: str, view: int) -> None:
-        width = triton_rows.width(self.layout.block, 1)
-        assert view == 1, "entries are counted in the order of elements"
-        self.put(
-            f"hit{p}, entry{p} = chosen(row, words, block, g, o1, here, in1, BLOCK, GROUP, {width})"
-        )
-        self.put(f"entries{p} = tl.load(words + tl.load(row + BEFORE) + blocks)")
 
     def received(self, n: Node, p: str, view: int) -> None:
         assert isinstance(n.attr, ir.FieldRef)
@@ -203,6 +284,8 @@ class Kernel(Nodes):
         self.put(
             f"hit{p}, entry{p} = seek({tail}, from{p}, to{p}, entries{p}, i{v}, in{v}, {bits})"
         )
+        if view == CANDIDATES:  # not of all elements
+            return
         # as many hits as entries: so the entries are in order and within their block
         self.put(f"found{p} = count(hit{p}, in{v}).to(tl.int32)")
         self.put(f"fail(failed, row, here & (found{p} != to{p} - from{p}))")
