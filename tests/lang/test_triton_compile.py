@@ -55,6 +55,7 @@ FEW = [
     (NAMED["topk"], "encode_ef", "gfx942"),
     (Cast("fp16"), "encode_ef", "sm_80"),
     (NAMED["adacomp"], "decode", "gfx942"),
+    (NAMED["topk"], "decode_sum", "sm_80"),
     (NAMED["fp8"], "encode_ef", "sm_80"),
     (NAMED["fp8"], "encode_ef", "gfx942"),
     (NAMED["threelc"], "decode", "sm_80"),

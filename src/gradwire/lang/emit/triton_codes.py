@@ -16,6 +16,7 @@ from gradwire.lang.emit.triton_prelude import (
     STATE,
     TIED,
     TILES,
+    fail,
     load8,
     store8,
 )
@@ -104,6 +105,27 @@ def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
         span = span >> 1
     inside = mask & (low < end)
     return inside & (code_at(address, low, entries, inside, BITS) == i), low
+
+
+@triton.jit
+def listed(
+    failed, row, address, first, end, entries, begin, m,
+    GROUP: tl.constexpr, PIECE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """PIECE entries of every block from its number `begin` on: [1, G, PIECE] each of
+
+    their positions in the block, whether there is one, their entry numbers. Valid positions ascend,
+    so there are at most m; an entry that is not valid is left out, and the row fails.
+    """
+    e = begin + tl.arange(0, PIECE)[None, None, :]
+    mask, entry = e < tl.minimum(end - first, m), first + e
+    i = code_at(address, entry, entries, mask, BITS)
+    last = code_at(address, entry - 1, entries, mask & (e > 0), BITS)
+    valid = mask & (i < m) & ((e == 0) | (last < i))
+    many = tl.reshape(end - first, GROUP)
+    fail(failed, row, tl.reshape(mask & ~valid, GROUP * PIECE))
+    fail(failed, row, many > m)
+    return i, valid, entry
 
 
 @triton.jit

@@ -6,8 +6,9 @@ evaluates what is sent of an element in a *view of candidates* [1, GROUP, PIECE]
 elements lie at the candidates' positions. So its costs are those of few elements, whatever a codec
 sends of them.
 
-In a received payload, the entries are sorted, so an element bisects the entries of its block.
-Nothing is scattered, and sums run in rank order.
+A payload that is decoded alone is handled in the same view, at the positions of its entries. In a
+sum of payloads, an element bisects the sorted entries of its block, so nothing is scattered, and
+sums run in rank order.
 
 Names: hitP, entryP, entriesP of a selection, where P is the node's number and the view.
 """
@@ -112,25 +113,46 @@ class Kernel(Nodes):
     # what a sweep stores --------------------------------------------------------------------------
 
     def stores(self) -> None:
-        """All stores, and patches of received entries, after all reads."""
-        stored = dict(self.program.stores)
-        patched = {target: (n, s) for target, n, s in self.program.patches if s.op != "select"}
-        if not stored:  # then only selected elements are loaded
-            hits = {self.selection(s, self.main) for _, s in patched.values()}
-            self.only = f"hit{hits.pop()}" if hits else None
-        values = {target: self.value(n, self.main) for target, n in stored.items()}
-        masks = dict.fromkeys(stored, f"in{self.view(self.main)}")
-        for target, (n, s) in patched.items():
-            hit, value = f"hit{self.selection(s, self.main)}", self.value(n, self.main)
-            if target in values:
-                values[target] = f"tl.where({hit}, {value}, {values[target]})"
-            else:
-                values[target], masks[target] = value, hit
+        """All stores, after all reads; then patches of received entries."""
+        values = {target: self.value(n, self.main) for target, n in self.program.stores}
         if values and self.used.loads:
             # another thread may still have to read, in another view, what this one stores
             self.put("tl.debug_barrier()")
         for target, value in values.items():
-            self.store(target, value, masks[target])
+            self.store(target, value, f"in{self.view(self.main)}")
+        received = {s for _, _, s in self.program.patches if s.op != "select"}
+        for selection in received:
+            self.scatter(selection)
+
+    def scatter(self, selection: Node) -> None:
+        """Patch the elements that a payload has entries of: a piece of every block's at a time.
+
+        Every block belongs to one program, and no element has two entries in a valid payload.
+        """
+        p, size = f"{self.number[selection]}_{CANDIDATES}", piece(self.layout)
+        tail = self.span(selection, p)
+        self.used.blocks = True
+        if self.program.stores:  # of elements that other threads have stored
+            self.put("tl.debug_barrier()")
+        self.put(f"most{p} = tl.max(tl.reshape(to{p} - from{p}, GROUP), 0)")
+        self.put(f"for piece in range(0, tl.minimum(most{p}, BLOCK), {size}):")
+        with self.nested():
+            self.put(f"i0, in0, entry{p} = listed(")
+            self.put(f"    failed, row, {tail}, from{p}, to{p}, entries{p}, piece, m,")
+            self.put(f"    GROUP, {size}, {ir.BITS[self.layout.position]}")
+            self.put(")")
+            self.put(f"hit{p} = in0")
+            self.put("o0 = g * BLOCK + i0")
+            self.memo[selection, CANDIDATES] = p
+            for target, n, _ in self.program.patches:
+                self.patch(target, n)
+
+    def patch(self, target: str, n: Node) -> None:
+        """Store an element at the positions of the view of candidates."""
+        narrow = ".to(tl.uint16)" if target == "values" and self.native != "fp32" else ""
+        value = f"({self.value(n, CANDIDATES)}){narrow}"
+        self.used.targets.add(target)
+        self.put(f"tl.store({target} + o0, {value}, mask=in0)")
 
     def prepare(self) -> None:
         """What candidates take from their tile: numbers of its blocks, rotated elements, and those
@@ -164,10 +186,7 @@ class Kernel(Nodes):
             self.put("tl.store(staged + entry0, i0, mask=in0)")
             self.send()
             for target, n in patches:
-                narrow = ".to(tl.uint16)" if target == "values" and self.native != "fp32" else ""
-                value = f"({self.value(n, CANDIDATES)}){narrow}"
-                self.used.targets.add(target)
-                self.put(f"tl.store({target} + o0, {value}, mask=in0)")
+                self.patch(target, n)
 
     def send(self) -> None:
         """Store the other fields of entries."""
@@ -273,14 +292,17 @@ class Kernel(Nodes):
             self.received(n, p, view)
         return self.memo[key]
 
-    def received(self, n: Node, p: str, view: int) -> None:
+    def span(self, n: Node, p: str) -> str:
+        """The address of a received selection, after emitting fromP and toP of blocks, entriesP."""
         assert isinstance(n.attr, ir.FieldRef)
-        bits, v = ir.BITS[self.layout.position], self.view(view)
         self.put(f"first{p} = words + tl.load(row + BEFORE) + {self.slot(n)} * (blocks + 1)")
         self.put(f"entries{p} = tl.load(first{p} + blocks)")
         self.put(f"from{p} = tl.load(first{p} + block + g, mask=here, other=0)")
         self.put(f"to{p} = tl.load(first{p} + block + g + 1, mask=here, other=0)")
-        tail = self.tail(self.base(n), n.attr.name, f"entries{p}")
+        return self.tail(self.base(n), n.attr.name, f"entries{p}")
+
+    def received(self, n: Node, p: str, view: int) -> None:
+        bits, v, tail = ir.BITS[self.layout.position], self.view(view), self.span(n, p)
         self.put(
             f"hit{p}, entry{p} = seek({tail}, from{p}, to{p}, entries{p}, i{v}, in{v}, {bits})"
         )
