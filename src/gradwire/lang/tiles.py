@@ -9,7 +9,7 @@ A row's part of the workspace, in 4-byte words:
 | before | (1 + ranks) * (blocks + 1) | entries before a block, in the own and in peers' payloads |
 | tied | 3 * blocks | earlier keys equal to the threshold; first candidate; number of candidates |
 | keys | 1.5 * numel | of candidates, then their positions in 16 bits; or only keys, of a sample |
-| staged | capacity * columns | per entry, its position and codes to be packed |
+| staged | capacity * columns | per entry, its position, codes to be packed, patched elements |
 
 Codecs whose payloads have a fixed length only need the first, and keys and state if they sample.
 A chunk is CHUNK blocks, or fewer at the end of the row.
@@ -40,6 +40,7 @@ ROW_COLUMNS = ROW.itemsize // 8
 COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
 STATE = 16 + 4 * 256
 CHUNK = 2048  # blocks whose counts one program sums
+PATCHED = 2  # values and residual: what elements that are selected hold instead
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarr
         "before": (1 + ranks) * (blocks + 1) if layout.variable else none,
         "tied": 3 * blocks if selects else none,
         "keys": numels + (numels + 1) // 2 if selects else samples,
-        "staged": _capacity(layout, numels) * columns,
+        "staged": _capacity(layout, numels) * (columns + PATCHED if selects else columns),
     }
 
 

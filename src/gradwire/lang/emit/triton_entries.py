@@ -50,13 +50,11 @@ class Kernel(Nodes):
                 self.kept(sink.node)
             elif sink.kind == "field":
                 self.field(sink.name, sink.node)
-        if any(s.kind == "key" for s in sinks):
-            self.prepare()
-        if any(s.kind in ("store", "patch") for s in sinks):
-            self.stores()
         for sink in sinks:
             if sink.kind == "key":
-                self.entries(sink.name, sink.node)
+                self.entries(sink.name)
+        if any(s.kind in ("store", "patch") for s in sinks):
+            self.stores()
         return self.text(name)
 
     def emit_keys(self, name: str) -> str:
@@ -113,9 +111,9 @@ class Kernel(Nodes):
     # what a sweep stores --------------------------------------------------------------------------
 
     def stores(self) -> None:
-        """All stores, after all reads; then patches of received entries."""
+        """All stores, after all reads; then patches."""
         values = {target: self.value(n, self.main) for target, n in self.program.stores}
-        if values and self.used.loads:
+        if values and (self.used.loads or self.patches()):
             # another thread may still have to read, in another view, what this one stores
             self.put("tl.debug_barrier()")
         for target, value in values.items():
@@ -123,6 +121,8 @@ class Kernel(Nodes):
         received = {s for _, _, s in self.program.patches if s.op != "select"}
         for selection in received:
             self.scatter(selection)
+        if self.patches():
+            self.patch_entries()
 
     def scatter(self, selection: Node) -> None:
         """Patch the elements that a payload has entries of: a piece of every block's at a time.
@@ -149,34 +149,35 @@ class Kernel(Nodes):
 
     def patch(self, target: str, n: Node) -> None:
         """Store an element at the positions of the view of candidates."""
-        narrow = ".to(tl.uint16)" if target == "values" and self.native != "fp32" else ""
+        narrow = ".to(tl.uint16)" if self.is_narrow(target) else ""
         value = f"({self.value(n, CANDIDATES)}){narrow}"
         self.used.targets.add(target)
         self.put(f"tl.store({target} + o0, {value}, mask=in0)")
 
     def prepare(self) -> None:
-        """What candidates take from their tile: numbers of its blocks, rotated elements, and those
-        loaded elements that are overwritten before the candidates are handled."""
-        overwritten = ("load",) if self.program.stores else ()
+        """What candidates take from their tile: numbers of its blocks, and rotated elements."""
         roots = [n for _, n in (*self.sent(), *self.patches())]
         first = ("gather", "fold")  # what follows is the selection, or of a peer's payload
         for n in ir.walk(roots, lambda n: n.args[:1] if n.op in first else n.args):
-            if n.op in ("rotate", *overwritten):
+            if n.op == "rotate":
                 self.value(n, 1)
             elif n.scope is Scope.BLOCK:
                 self.value(n, self.main)
 
-    def entries(self, name: str, select: Node) -> None:
-        """The number of selected elements per block; their positions, other fields and patches."""
-        size, patches = piece(self.layout), self.patches()
+    def entries(self, name: str) -> None:
+        """The number of selected elements per block; their positions, other fields and patches.
+
+        Patches are staged, since stores overwrite what all candidates read.
+        """
+        size = piece(self.layout)
+        self.prepare()
         self.used.payload = self.used.blocks = True
         self.put("start, many, ties, before, own = segments(row, words, block, g, here, blocks)")
+        self.put("begin0 = before")
         at = f"payload + {self.place(name)} + block * 2"
         self.put(f"store16({at}, g, own.to(tl.uint32), here, False)")
         self.put("staged = words + tl.load(row + STAGED)")
         self.put("entries0 = tl.load(words + tl.load(row + BEFORE) + blocks)")
-        if patches:  # of elements that other threads have stored
-            self.put("tl.debug_barrier()")
         self.put(f"for piece in range(0, tl.max(tl.reshape(many, GROUP), 0), {size}):")
         with self.nested():
             self.put("i0, in0, entry0, ties, before = chosen(")
@@ -185,8 +186,39 @@ class Kernel(Nodes):
             self.put("o0 = g * BLOCK + i0")
             self.put("tl.store(staged + entry0, i0, mask=in0)")
             self.send()
-            for target, n in patches:
-                self.patch(target, n)
+            for column, (target, n) in enumerate(self.patches(), self.columns):
+                kept = "tl.int32" if self.is_narrow(target) else "tl.int32, bitcast=True"
+                value = f"({self.value(n, CANDIDATES)}).to({kept})"
+                self.put(f"tl.store({self.column(column)} + entry0, {value}, mask=in0)")
+
+    def patch_entries(self) -> None:
+        """Store what has been staged for the selected elements."""
+        size = piece(self.layout)
+        self.put("tl.debug_barrier()")  # of elements that other threads have stored
+        self.put(f"for piece in range(0, tl.max(tl.reshape(own, GROUP), 0), {size}):")
+        with self.nested():
+            self.put(f"e0 = piece + tl.arange(0, {size})[None, None, :]")
+            self.put("in0 = e0 < own")
+            self.put("e0 = begin0 + e0")
+            self.put("o0 = g * BLOCK + tl.load(staged + e0, mask=in0, other=0)")
+            for column, (target, _) in enumerate(self.patches(), self.columns):
+                kept = "tl.uint16" if self.is_narrow(target) else "tl.float32, bitcast=True"
+                bits = f"tl.load({self.column(column)} + e0, mask=in0, other=0)"
+                self.used.targets.add(target)
+                self.put(f"tl.store({target} + o0, {bits}.to({kept}), mask=in0)")
+
+    def is_narrow(self, target: str) -> bool:
+        """Whether its elements are computed as 32 bits, of which 16 are stored."""
+        return target == "values" and self.native != "fp32"
+
+    def column(self, number: int) -> str:
+        """Of what is staged per entry: its position, its codes, its patches."""
+        return f"staged + {number} * tl.load(row + CAPACITY)"
+
+    @property
+    def columns(self) -> int:
+        """The number of the first column of patches."""
+        return 1 + sum(n.dtype in ir.CODES for _, n in self.sent())
 
     def send(self) -> None:
         """Store the other fields of entries."""
@@ -194,8 +226,7 @@ class Kernel(Nodes):
         for name, n in self.sent():
             value = self.value(n, CANDIDATES)
             if n.dtype in ir.CODES:
-                column = f"staged + {columns} * tl.load(row + CAPACITY)"
-                self.put(f"tl.store({column} + entry0, {value}, mask=in0)")
+                self.put(f"tl.store({self.column(columns)} + entry0, {value}, mask=in0)")
                 columns += 1
             else:
                 tail = self.tail("payload", name, "entries0")
@@ -272,10 +303,6 @@ class Kernel(Nodes):
         """Of the elements of a tile, those at the positions of candidates."""
         j = triton_rows.width(self.layout.block, 1)
         return f"take({self.value(n, 1)}, i0, GROUP, {j}, {piece(self.layout)})"
-
-    def node_load(self, n: Node, view: int) -> str:
-        overwritten = view == CANDIDATES and self.program.stores
-        return self.taken(n) if overwritten else super().node_load(n, view)
 
     def node_rotate(self, n: Node, view: int) -> str:
         return self.taken(n) if view == CANDIDATES else super().node_rotate(n, view)
