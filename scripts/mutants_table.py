@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton_sum_omits_rank_0", "a sum lacks a rank",
-        "gradwire/lang/emit/triton_nodes.py",
+        "gradwire/lang/emit/triton_blocks.py",
         'self.put("for k in range(ranks):")',
         'self.put("for k in range(1, ranks):")',
         ("tests/lang/test_triton.py::test_triton_equals_eager",),

@@ -1,4 +1,4 @@
-"""Triton rules that join the elements of a block: reductions and rotations.
+"""Triton rules that join elements of a block, or of payloads: reductions, rotations, sums.
 
 Tensors come first: most of a reduction joins whole tensors, in registers, and only the last one is
 reduced along its axis.
@@ -10,14 +10,15 @@ import math
 from collections.abc import Sequence
 
 from gradwire.lang import ir
+from gradwire.lang.emit import stream_name
 from gradwire.lang.emit.triton_nodes import Nodes
 from gradwire.lang.emit.triton_rows import literal, power2
 from gradwire.lang.emit.triton_views import Tensor
 from gradwire.lang.ir import Node, Scope
 
 
-class Blocks(Nodes):
-    """The rules of `Nodes`, and those of blocks."""
+class Joins(Nodes):
+    """The rules of `Nodes`, and those that join elements."""
 
     def node_reduce(self, n: Node, t: Tensor | None) -> str:
         if n.scope is Scope.TENSOR:
@@ -92,6 +93,42 @@ class Blocks(Nodes):
                     high = names[k + distance]
                     self.put(f"{low}, {high} = {low} + {high}, {low} - {high}")
             distance *= 2
+
+    def node_fold(self, n: Node, t: Tensor) -> None:
+        """The sum starts at -0, since -0 + x is x for every x."""
+        own, tensors = n.args[0], self.views.siblings(t)
+        totals = {t: self.name(n, t) for t in tensors}
+        self.used.sources = True
+        for t, total in totals.items():
+            self.put(f"{total} = tl.where(in{t}, number(0x80000000), 0.0)")
+        self.put("for k in range(ranks):")
+        with self.nested():
+            self.put("if k == rank:")
+            with self.nested():
+                for t, total in totals.items():
+                    self.put(f"{total} = {total} + {self.value(own, t)}")
+            self.put("else:")
+            with self.nested():
+                self.put("behind = (rank >= 0) & (rank < k)")
+                self.put("peer = k - behind.to(tl.int64)")
+                self.put("source = sources + peer * stride")
+                self.redraw()
+                for t, total in totals.items():
+                    self.accumulate(n, total, t)
+        self.memo.update({(n, t): total for t, total in totals.items()})
+
+    def redraw(self) -> None:
+        """The streams of the encoder of a peer's payload."""
+        for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
+            if s.source:
+                name = stream_name(s)
+                key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
+                self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
+                self.put(f"{name}_weyl = weyl(first + {name}_low)")
+
+    def accumulate(self, fold: Node, total: str, t: Tensor) -> None:
+        """Add the decoded payload of a peer."""
+        self.put(f"{total} = {total} + {self.value(fold.args[1], t)}")
 
 
 def added(terms: list[str]) -> str:

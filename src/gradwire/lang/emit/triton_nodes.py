@@ -43,7 +43,6 @@ class Nodes:
     full: whether it is the kernel of full tiles.
     """
 
-    only: str | None = None  # condition that restricts loads of elements; None: all
     stored: Mapping[str, Node] = {}  # what this sweep stores in values and residuals
 
     def __init__(self, program: ir.Function, layout: Layout, native: str, full: bool) -> None:
@@ -136,11 +135,14 @@ class Nodes:
         terms += [self.views.view(p.cells).length for p in before]
         return " + ".join([*terms, j])
 
-    def store(self, target: str, t: Tensor, value: str, mask: str) -> None:
+    def store(self, target: str, t: Tensor, value: str) -> None:
         self.used.targets.add(target)
-        narrow = target == "values" and self.native != "fp32"
-        value = f"({value}).to(tl.uint16)" if narrow else value
-        self.put(f"tl.store({target} + o{t}, {value}, mask={mask})")
+        value = f"({value}).to(tl.uint16)" if self.is_narrow(target) else value
+        self.put(f"tl.store({target} + o{t}, {value}, mask=in{t})")
+
+    def is_narrow(self, target: str) -> bool:
+        """Whether its elements are computed as 32 bits, of which 16 are stored."""
+        return target == "values" and self.native != "fp32"
 
     # nodes ----------------------------------------------------------------------------------------
 
@@ -219,9 +221,8 @@ class Nodes:
         target = str(n.attr)
         self.used.targets.add(target)
         self.used.loads = True
-        narrow = target == "values" and self.native != "fp32"
-        memory = f"tl.load({target} + o{t}, mask={self.only or f'in{t}'}, other=0)"
-        return f"{memory}.to(tl.uint32)" if narrow else memory
+        memory = f"tl.load({target} + o{t}, mask=in{t}, other=0)"
+        return f"{memory}.to(tl.uint32)" if self.is_narrow(target) else memory
 
     def node_field(self, n: Node, t: Tensor) -> str:
         assert isinstance(n.attr, ir.FieldRef)
@@ -320,42 +321,6 @@ class Nodes:
 
     def node_index(self, n: Node, t: Tensor) -> str:
         return f"i{t}" if n.attr == "block" else f"first + i{t}"
-
-    def node_fold(self, n: Node, t: Tensor) -> None:
-        """The sum starts at -0, since -0 + x is x for every x."""
-        own, tensors = n.args[0], self.views.siblings(t)
-        totals = {t: self.name(n, t) for t in tensors}
-        self.used.sources = True
-        for t, total in totals.items():
-            self.put(f"{total} = tl.where(in{t}, number(0x80000000), 0.0)")
-        self.put("for k in range(ranks):")
-        with self.nested():
-            self.put("if k == rank:")
-            with self.nested():
-                for t, total in totals.items():
-                    self.put(f"{total} = {total} + {self.value(own, t)}")
-            self.put("else:")
-            with self.nested():
-                self.put("behind = (rank >= 0) & (rank < k)")
-                self.put("peer = k - behind.to(tl.int64)")
-                self.put("source = sources + peer * stride")
-                self.redraw()
-                for t, total in totals.items():
-                    self.accumulate(n, total, t)
-        self.memo.update({(n, t): total for t, total in totals.items()})
-
-    def redraw(self) -> None:
-        """The streams of the encoder of a peer's payload."""
-        for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
-            if s.source:
-                name = stream_name(s)
-                key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
-                self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
-                self.put(f"{name}_weyl = weyl(first + {name}_low)")
-
-    def accumulate(self, fold: Node, total: str, t: Tensor) -> None:
-        """Add the decoded payload of a peer."""
-        self.put(f"{total} = {total} + {self.value(fold.args[1], t)}")
 
     # what the kernel's first lines define ---------------------------------------------------------
 
