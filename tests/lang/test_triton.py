@@ -20,7 +20,7 @@ from other_codecs import ODD, SELECTIONS, Kept, ManyBlocks, Trits
 from test_float8 import Stored, borders
 from test_targets import NON_FINITE, SPECIAL
 
-from codec_calls import CODECS, DTYPES, WIDTHS
+from codec_calls import CODECS, DTYPES, WIDTHS, gradient
 from gradwire import codecs
 from gradwire.codecs import QSGD, Codec, TopK
 from gradwire.errors import ConfigError
@@ -115,6 +115,9 @@ FEW = [
     *(Case(codec, ("reduce_encode", "decode")) for codec in (*ODD[2:4], ManyBlocks())),
     Case(SELECTIONS[-1], ("decode_sum",), **SPARSE),
     Case(Trits(), ("encode", "decode"), sizes=(300, 1), given=()),
+    # blocks of several chunks, whose counts are added up in a launch of their own
+    Case(codecs.ThreeLC(block=1), ("encode", "decode_sum"), sizes=(tiles.CHUNK * 2 + 9,)),
+    Case(codecs.AdaComp(block=1), ("encode", "decode"), sizes=(tiles.CHUNK * 2,), given=()),
 ]
 TIES = ([1.0, -1.0, 0.5] * 300, [2.0] * 9000, [0.0] * 700)  # the second over several tiles
 MANY = [
@@ -148,6 +151,33 @@ def test_triton_equals_eager(interpreted: Interpreted) -> None:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=EXHAUSTIVE) for case in MANY], ids=str)
 def test_every_form_equals_eager(interpreted: Interpreted, case: Case) -> None:
     assert interpreted(case.differences) == ""
+
+
+# A block has 1024 values, of which 16 are sampled: 64 apart, from another place in every block. Of
+# 2100, 21 are selected; ten large ones where samples are taken promise more than there are.
+SAMPLED = [b * 1024 + p * 64 + b * 37 % 64 for b in range(2) for p in range(5)]
+MISLEADING = [100.0 + i if i in SAMPLED else i % 89 / 100 for i in range(2100)]
+MISLED = [
+    MISLEADING,
+    [x if x < 50 else -x for x in MISLEADING] + NON_FINITE,
+    [0.0 if x < 50 else x for x in MISLEADING],  # fewer than k that are not zero
+    [0.0] * 1500,
+    [2.0] * 2100,
+    [float("nan")] * 1100,
+    [1e-40 * (i % 7) for i in range(2100)],
+    [1.0],
+    gradient(5121, seed=1).tolist(),  # a full tile and others
+]
+
+
+def test_what_is_selected_does_not_depend_on_the_sample(interpreted: Interpreted) -> None:
+    """Short rows take no sample, so this is the test of it."""
+    ask = triton_checks.sampled_differences
+    assert interpreted(ask, TopK(), MISLED, "encode_ef") == ("", 3), "three rows mislead"
+    assert interpreted(ask, codecs.AdaComp(), MISLED[:3], "encode")[0] == ""
+    many = gradient(2500, seed=2).tolist()  # more blocks than are sampled
+    assert interpreted(ask, codecs.AdaComp(block=1), [many], "encode")[0] == ""
+    assert interpreted(ask, codecs.MSTopK(), MISLED[1:2], "reduce_encode")[0] == ""
 
 
 def test_the_rules_are_complete() -> None:
@@ -219,10 +249,10 @@ LAUNCHES = {
     QSGD(): [1, 1, 1, 1, 1, 1, 1],
     codecs.TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
     codecs.ThreeLC(): [5, 5, 2, 2, 2, 6, 6],
-    TopK(): [13, 13, 2, 2, 2, 14, 14],
-    codecs.AdaComp(): [15, 15, 2, 2, 2, 16, 16],
-    codecs.DGC(): [22, 22, 2, 2, 2, 23, 23],
-    codecs.MSTopK(): [42, 42, 2, 2, 2, 14, 14],
+    TopK(): [10, 10, 2, 2, 2, 11, 11],
+    codecs.AdaComp(): [12, 12, 2, 2, 2, 13, 13],
+    codecs.DGC(): [16, 16, 2, 2, 2, 17, 17],
+    codecs.MSTopK(): [39, 39, 2, 2, 2, 11, 11],
 }
 
 
@@ -232,6 +262,27 @@ def test_launches_do_not_depend_on_the_number_of_rows(
 ) -> None:
     found = interpreted(triton_checks.launches, codec, [50, 1, 30])
     assert list(found.values()) == LAUNCHES[codec], found
+
+
+# the same over 2^26 values, where rows take longer to reduce and to scan
+LAUNCHES_OF_MANY = {
+    QSGD(): [1, 1, 1, 1, 1, 1, 1],
+    codecs.TernGrad(): [6, 6, 1, 1, 1, 6, 6],
+    codecs.ThreeLC(): [10, 10, 4, 4, 4, 12, 12],  # not all tiles are full: sweeps take two
+    TopK(): [14, 14, 3, 3, 3, 16, 16],
+    codecs.MSTopK(): [58, 58, 3, 3, 3, 16, 16],
+}
+
+
+def test_launches_over_many_values(interpreted: Interpreted) -> None:
+    for codec, expected in LAUNCHES_OF_MANY.items():
+        found = interpreted(triton_checks.launches_of, codec, 2**26)
+        assert list(found.values()) == expected, (codec, found)
+
+
+def test_no_program_loops_over_the_blocks_of_a_row(interpreted: Interpreted) -> None:
+    for codec in (codecs.ThreeLC(), TopK()):
+        assert 0 < interpreted(triton_checks.trips, codec, 2**26) <= 16
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ that the kernels of codec_calls.CODECS call, spread over three GPUs.
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import cache
 from typing import Any
@@ -14,9 +15,9 @@ import pytest
 
 from codec_calls import CODECS
 from gradwire import codecs
-from gradwire.codecs import QSGD, Cast, Codec, Identity
-from gradwire.lang import forms, gpu, layout
-from gradwire.lang.emit import triton
+from gradwire.codecs import QSGD, Cast, Codec, Identity, TopK
+from gradwire.lang import forms, gpu, layout, tiles
+from gradwire.lang.emit import triton, triton_rows, triton_views
 from gradwire.lang.forms import FORMS
 from products import EXHAUSTIVE
 
@@ -50,9 +51,12 @@ FEW = [
     (codecs.LearnedLevels(), "decode", "sm_80"),
     (NAMED["randomk"], "encode", "sm_80"),
     (NAMED["rotated"], "encode", "gfx942"),
+    (NAMED["onebit"], "encode", "sm_80"),
     (NAMED["dgc"], "encode", "sm_90"),
+    (NAMED["topk"], "encode_ef", "gfx942"),
     (Cast("fp16"), "encode_ef", "sm_80"),
     (NAMED["adacomp"], "decode", "gfx942"),
+    (NAMED["topk"], "decode_sum", "sm_80"),
     (NAMED["fp8"], "encode_ef", "sm_80"),
     (NAMED["fp8"], "encode_ef", "gfx942"),
     (NAMED["threelc"], "decode", "sm_80"),
@@ -68,16 +72,24 @@ REST += [(codec, "reduce_encode", "gfx942") for codec in [STOCHASTIC, *OWN[1::2]
 REST += [(codec, "encode_ef", "gfx942") for codec in CODECS if isinstance(codec, ALIKE)]
 
 
+def sweeps(codec: Codec, form: str, others: bool = True) -> list[Any]:
+    """The kernels of a form that have a program per tile of values: for each sweep, the one of full
+    tiles and, if wanted, that of the others."""
+    steps = [
+        [kernel for kernel in given if hasattr(kernel, "arg_names")]
+        for _, *given in gpu.load(triton.source(codec)).STEPS[form]
+    ]
+    return [kernel for kernels in steps for kernel in kernels[:: 1 if others else 2]]
+
+
 @cache
 def compiled(codec: Codec, form: str, target: str, others: bool = True) -> list[Any]:
-    """The kernels of a form's sweeps: for each, of full tiles and, if wanted, of the others."""
+    """`sweeps`, compiled."""
     gpu_target = TARGETS[target]
     options = gpu.options(layout(codec), gpu_target.warp_size)
     made = [
         compiler.ASTSource(kernel, {name: SIGNATURE[name] for name in kernel.arg_names}, {})
-        for step, *kernels in gpu.load(triton.source(codec)).STEPS[form]
-        if step in ("sweep", "pack")
-        for kernel in (kernels if others else kernels[:1])
+        for kernel in sweeps(codec, form, others)
     ]
     return [compiler.compile(one, target=gpu_target, options=options) for one in made]
 
@@ -140,24 +152,51 @@ def test_only_aligned_memory_is_stored_as_vectors() -> None:
     assert others == {"b32", "b16", "b8"}
 
 
-WORDS = {"shift": "i32", "column": "i32", "first": "i32", "index": "i32", "done": "i32"}
-SIZES = {"BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "J": 1024, "EVERY": 100, "CHUNK": gpu.CHUNK,
-         "PARTIAL": 2, "SAMPLE": True, "FLAGS": False, "KIND": "sum", "R": gpu.REDUCED, "LOG": 10,
-         "C": gpu.REDUCED_COLUMNS}  # fmt: skip
-BETWEEN = ("complete", "histogram", "pick", "tally", "scan", "survey")
+WORDS = ("number", "column", "first", "chunks", "index", "done")
+SIZES = {
+    "BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "EVERY": 0, "PIECE": 2, "CHUNK": tiles.CHUNK,
+    "SINGLE": False, "PARTIAL": 2, "SAMPLE": True, "RANKED": True, "FLAGS": False, "KIND": "sum",
+    "R": gpu.REDUCED, "LOG": 10, "C": gpu.REDUCED_COLUMNS,
+}  # fmt: skip
+BETWEEN = (
+    "complete", "begin", "check", "histogram", "statistic", "tally", "sum_tallies", "scan",
+    "sum_counts", "survey",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2))])
 def test_kernels_between_sweeps(turn: int) -> None:
     """Each for one GPU, another in each turn."""
-    from gradwire.lang.emit import triton_reductions, triton_selection
+    from gradwire.lang.emit import triton_counts, triton_reductions, triton_selection
 
+    files = (triton_counts, triton_reductions, triton_selection)
     for number, name in enumerate(BETWEEN):
         target = list(TARGETS.values())[(number + turn) % 3]
-        kernel = getattr(triton_selection, name, None) or getattr(triton_reductions, name)
-        known = SIGNATURE | WORDS
+        (kernel,) = (vars(file)[name] for file in files if name in vars(file))
+        known = SIGNATURE | dict.fromkeys(WORDS, "i32")
         signature = {name: known.get(name, "constexpr") for name in kernel.arg_names}
         constants = {name: SIZES[name] for name in kernel.arg_names if name not in known}
         source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
         options = {"num_warps": gpu.WARPS, "enable_fp_fusion": False}
         assert compiler.compile(source, target=target, options=options).asm, (name, target)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if layout(codec).staged], ids=repr)
+def test_no_sweep_makes_a_histogram(codec: Codec) -> None:
+    """It takes 97 instructions per value."""
+    module = vars(gpu.load(triton.source(codec)))
+    seen: set[str] = set()
+    names = [kernel.__name__ for form in FORMS for kernel in sweeps(codec, form)]
+    while names:
+        text = inspect.getsource(module[names.pop()].fn)
+        assert "tl.histogram" not in text
+        called = {n for n in re.findall(r"(?<!\.)\b(\w+)\(", text) if hasattr(module.get(n), "fn")}
+        names += called - seen
+        seen |= called
+    assert "sift" in seen
+
+
+def test_candidates_of_a_block_take_few_pieces() -> None:
+    for codec in (*CODECS, TopK(1.0), codecs.AdaComp(block=32768)):
+        block = triton_rows.power2(layout(codec).block)
+        assert block <= 16 * triton_views.piece(layout(codec))

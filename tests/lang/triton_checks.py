@@ -194,6 +194,28 @@ def differences(
     return ", ".join(wrong)
 
 
+def sampled_differences(
+    codec: Codec, given: Sequence[Sequence[float]], form: str
+) -> tuple[str, int]:
+    """`differences` where short rows take a sample, too; and how many rows were sifted again."""
+    from gradwire.lang import gpu, tiles
+    from gradwire.lang.emit import triton_selection
+
+    launch, usual, again = gpu.Launches.launch, gpu.UNSAMPLED, 0
+
+    def watching(self: gpu.Launches, kernel: object, *arguments: object, **options: object) -> None:
+        nonlocal again
+        launch(self, kernel, *arguments, **options)  # type: ignore[arg-type]
+        if kernel is triton_selection.check:
+            state = torch.from_numpy(self.divided.table[:, tiles.COLUMN["state"]])
+            again += int(self.words[state + triton_selection.OPEN.value].sum())
+
+    gpu.Launches.launch, gpu.UNSAMPLED = watching, 0  # type: ignore[method-assign]
+    found = differences(codec, torch.float32, [], given, [form])
+    gpu.Launches.launch, gpu.UNSAMPLED = launch, usual  # type: ignore[method-assign]
+    return found, again
+
+
 def verdicts(
     codec: Codec, numel: int, form: str, edits: Sequence[dict[int, int]], device: str = "cpu"
 ) -> list[str]:
@@ -291,6 +313,57 @@ def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[st
         found[form] = len(counted)
     gpu.Launches.launch = launch  # type: ignore[method-assign]
     return found
+
+
+def launches_of(codec: Codec, numel: int) -> dict[str, int]:
+    """The number of launches per form over one row of this size, none of which is carried out."""
+    from gradwire.lang import gpu
+
+    rows, found = np.zeros(1, ROW), {}
+    rows["numel"] = numel
+    counted: list[object] = []
+    launch = gpu.Launches.launch
+
+    def counting(*arguments: object, **options: object) -> None:
+        counted.append(arguments[0])
+
+    gpu.Launches.launch = counting  # type: ignore[method-assign]
+    for form in FORMS:
+        ranks = PEERS + 1 if form in SUMS else 1
+        counted.clear()
+        made = kernels(codec, torch.float32, "triton")
+        made.run(form, rows, ranks=ranks, distances=distances(numel))
+        found[form] = len(counted)
+    gpu.Launches.launch = launch  # type: ignore[method-assign]
+    return found
+
+
+def trips(codec: Codec, numel: int) -> int:
+    """The most trips of a loop when the blocks of a row of this size are counted."""
+    from gradwire.lang import gpu, tiles
+    from gradwire.lang.call import Call
+    from gradwire.lang.emit import triton_counts
+
+    device, lay = kernels(codec, torch.float32, "triton"), layout(codec)
+    assert isinstance(device, gpu.Device)
+    payload, rows = torch.zeros(lay.nbytes(numel), dtype=torch.uint8), np.zeros(1, ROW)
+    rows["numel"], rows["payload"] = numel, payload.data_ptr()
+    workspace = torch.zeros(device.workspace_nbytes(rows["numel"]), dtype=torch.uint8)
+    divided = tiles.divide(rows, lay, statistics=device.statistics)
+    failed = torch.zeros(1, dtype=torch.int32)
+    made, most = gpu.Launches(device, divided, Call(workspace=workspace), failed), 0
+
+    def counting(*arguments: int) -> range:
+        nonlocal most
+        most = max(most, len(range(*(int(n) for n in arguments))))
+        return range(*(int(n) for n in arguments))
+
+    triton_counts.range = counting  # type: ignore[attr-defined]
+    made.survey(peers=False)
+    if lay.staged:
+        made.scan()
+    del triton_counts.range  # type: ignore[attr-defined]
+    return most
 
 
 def strays(

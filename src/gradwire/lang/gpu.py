@@ -24,10 +24,10 @@ from gradwire.errors import ConfigError
 from gradwire.lang import forms, tiles
 from gradwire.lang.call import Call, Kernels, Mark
 from gradwire.lang.codec import Codec
-from gradwire.lang.emit import triton, triton_rows
+from gradwire.lang.emit import triton, triton_rows, triton_views
 from gradwire.lang.layout import Layout, native_name
 from gradwire.lang.native import cache, jit
-from gradwire.lang.tiles import COLUMN, Tiles
+from gradwire.lang.tiles import CHUNK, COLUMN, Tiles
 
 THREADS = 1024  # per program, at most
 VALUES_PER_THREAD = 32
@@ -35,8 +35,9 @@ OF_SELECTIONS = 16  # the same, where code is longer
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
-CHUNK = 4096  # block counts that one step of a scan adds
-SHIFTS = (24, 16, 8, 0)  # of the bytes of a key, highest first
+KEY_BYTES = 4
+UNSAMPLED = 2**16  # values of a row up to which all keys are candidates
+TALLIED = 4096  # candidates that a program counts at once
 
 
 def missing() -> str | None:
@@ -85,9 +86,10 @@ class Device(Kernels):
 
     def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
         self.device = device()
-        from gradwire.lang.emit import triton_reductions, triton_selection  # import triton
+        from gradwire.lang.emit import triton_counts, triton_reductions, triton_selection
 
-        self.complete, self.selection = triton_reductions.complete, triton_selection
+        self.complete = triton_reductions.complete
+        self.counts, self.selection = triton_counts, triton_selection
         super().__init__(codec, dtype, target)
         self.steps = load(triton.source(codec, dtype)).STEPS
         self.options = options(self.layout, warp=64 if torch.version.hip else 32)
@@ -144,7 +146,7 @@ class Launches:
 
     def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
-        self.selection = device.selection
+        self.counts, self.selection = device.counts, device.selection
         self.failed = failed
         n = len(divided.table)
         self.table, self.origins = self.uploaded()
@@ -155,6 +157,8 @@ class Launches:
         self.words = self.workspace.view(torch.int32)
         self.rows = (self.table, n, n.bit_length())
         self.tile = {"BLOCK": self.layout.block, "GROUP": triton_rows.group(self.layout)}
+        self.chunks = divided.blocks // CHUNK + 1  # of the longest row
+        self.chunk = {"BLOCK": self.layout.block, "CHUNK": CHUNK}
 
     def uploaded(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The table on the device; and, where kernels take it, what follows: the payloads'
@@ -213,42 +217,71 @@ class Launches:
         """Count the entries or kept blocks before every block of received payloads."""
         payloads = self.call.payloads if peers else 1
         flags = any(f.flag is not None for f in self.layout.fields)
+        grid = (self.rows[1] * self.chunks, payloads)
+        given = (self.call.stride, int(peers), self.chunks)
+        constants = {**self.chunk, "FLAGS": flags}
+        if payloads and self.chunks > 1:
+            self.common(self.counts.sum_counts, grid, self.table, self.words, *given, **constants)
         if payloads:
             self.common(
-                self.selection.survey, (self.rows[1], payloads),
-                self.table, self.words, self.failed, self.call.stride, int(peers),
-                BLOCK=self.layout.block, FLAGS=flags, CHUNK=CHUNK,
+                self.counts.survey, grid, self.table, self.words, self.failed, *given,
+                **constants, SINGLE=self.chunks == 1,
             )  # fmt: skip
 
     def sample(self, index: int, every: int, column: int) -> None:
         """Compute the order statistic of the sample that a sweep stored."""
-        self.cut(COLUMN[f"size{column}"], every, index)
+        k = COLUMN[f"size{column}"]
+        self.cut(k, every)
+        self.common(
+            self.selection.statistic, (self.rows[1],),
+            self.table, self.words, self.workspace, k, index,
+            BLOCK=self.layout.block, PARTIAL=self.layout.partials,
+        )  # fmt: skip
 
-    def select(self, ranked: bool) -> None:
-        """Compute the threshold, ties and entries before every block from a sweep's keys."""
+    def select(self, keys: Any, keys_others: Any, *picks: Any) -> None:
+        """Find the candidates, the threshold, and the entries before every block.
+
+        Candidates are all keys of short rows, and keys that are not ranked; else a sample of keys
+        tells which. Where it has misled, the keys are swept again.
+        """
+        ranked = bool(picks)
+        sample = ranked and self.divided.blocks * self.layout.block > UNSAMPLED
+        if sample:
+            self.sweep(*picks)
+        self.common(
+            self.selection.begin, (self.rows[1],), self.table, self.words,
+            BLOCK=self.layout.block, RANKED=ranked, SAMPLE=sample,
+        )  # fmt: skip
+        self.sweep(keys, keys_others)
+        if sample:
+            self.common(self.selection.check, (self.rows[1],), self.table, self.words)
+            self.sweep(keys, keys_others)
         if ranked:
             self.cut(COLUMN["capacity"])
+        piece = triton_views.piece(self.layout)
+        blocks = max(1, TALLIED // piece)
+        chunks = -(-self.divided.blocks // blocks)
         self.common(
-            self.selection.tally, (self.divided.number,), *self.rows, self.words,
-            **self.tile, J=triton_rows.power2(self.layout.block),
+            self.counts.tally, (self.rows[1] * chunks,), self.table, self.words, chunks,
+            BLOCK=self.layout.block, CHUNK=blocks, PIECE=piece, RANKED=ranked,
         )  # fmt: skip
-        self.common(
-            self.selection.scan, (self.rows[1],), self.table, self.words,
-            BLOCK=self.layout.block, CHUNK=CHUNK,
-        )  # fmt: skip
+        self.scan()
 
-    def cut(self, column: int, every: int = 1, index: int = -1) -> None:
-        """Find the k-th largest key, with k in a column of the table, as reduction `index`."""
+    def scan(self) -> None:
+        """Compute the entries before every block from the counts of a selection."""
+        grid, given = (self.rows[1] * self.chunks,), (self.table, self.words, self.chunks)
+        if self.chunks > 1:
+            self.common(self.counts.sum_tallies, grid, *given, **self.chunk)
+        self.common(self.counts.scan, grid, *given, **self.chunk, SINGLE=self.chunks == 1)
+
+    def cut(self, column: int, every: int = 0) -> None:
+        """Find all but the last byte of the k-th largest key, and count that, with k in a column of
+        the table; `every`: of a sample of one per so many values, not of the candidates."""
         size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
-        for shift in SHIFTS:
+        for number in range(KEY_BYTES):
             self.common(
-                self.selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
-                **self.tile, SIZE=size, EVERY=every,
-            )  # fmt: skip
-            self.common(
-                self.selection.pick, (self.rows[1],),
-                self.table, self.words, self.workspace, shift, column, index,
-                BLOCK=self.layout.block, PARTIAL=self.layout.partials, SAMPLE=index >= 0,
+                self.selection.histogram, (self.divided.number,),
+                *self.rows, self.words, number, column, **self.tile, SIZE=size, EVERY=every,
             )  # fmt: skip
 
 

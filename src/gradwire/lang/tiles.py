@@ -5,13 +5,14 @@ A row's part of the workspace, in 4-byte words:
 | part | words | holds |
 | --- | --- | --- |
 | partials | (blocks + 1) * reductions | partial results per block, then the results of the row |
-| state | 264 | state of a selection's radix passes: emit/triton_selection.py |
+| state | 1040 + (1 + ranks) * chunks | of a selection, and sums: emit/triton_selection.py |
 | before | (1 + ranks) * (blocks + 1) | entries before a block, in the own and in peers' payloads |
-| tied | blocks | elements before a block whose key equals the threshold |
-| keys | numel | of elements, or of a sample |
-| staged | capacity * columns | per entry, its position and codes to be packed |
+| tied | 3 * blocks | earlier keys equal to the threshold; first candidate; number of candidates |
+| keys | 1.5 * numel | of candidates, then their positions in 16 bits; or only keys, of a sample |
+| staged | capacity * columns | per entry, its position, codes to be packed, patched elements |
 
 Codecs whose payloads have a fixed length only need the first, and keys and state if they sample.
+A chunk is CHUNK blocks, or fewer at the end of the row.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ EXTRA = (
 )  # fmt: skip
 ROW_COLUMNS = ROW.itemsize // 8
 COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
-STATE = 8 + 256
+STATE = 16 + 4 * 256
+CHUNK = 2048  # blocks whose counts one program sums
+PATCHED = 2  # values and residual: what elements that are selected hold instead
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,16 @@ def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarr
     """Words per row of every part of the workspace, in order."""
     blocks, none = -(-numels // layout.block), np.zeros_like(numels)
     selects = layout.staged > 0
+    counts = layout.variable or layout.samples > 0
     columns = sum(f.dtype in (*ir.CODES, "selection") for f in _of_entries(layout))
     samples = -(-numels // layout.samples) if layout.samples else none
     return {
         "partials": (blocks + 1) * layout.partials,
-        "state": none + (STATE if selects or layout.samples else 0),
+        "state": STATE + (1 + ranks) * (blocks // CHUNK + 1) if counts else none,
         "before": (1 + ranks) * (blocks + 1) if layout.variable else none,
-        "tied": blocks if selects else none,
-        "keys": numels if selects else samples,
-        "staged": _capacity(layout, numels) * columns,
+        "tied": 3 * blocks if selects else none,
+        "keys": numels + (numels + 1) // 2 if selects else samples,
+        "staged": _capacity(layout, numels) * (columns + PATCHED if selects else columns),
     }
 
 

@@ -19,7 +19,8 @@ and triton_codes.py. A generated file ends with the steps of every form, which l
 | ("complete", index, number, kind) | reduce a sweep's partial results to `number` results per row |
 | ("survey", peers) | count the entries or kept blocks before every block of received payloads |
 | ("sample", index, every, column) | the order statistic of the sample that a sweep stored |
-| ("select", ranked) | from a sweep's keys: the threshold, and the entries before every block |
+| ("select", *keys, *picks) | the entries of a selection before every block; by two sweeps, of |
+|  | which the second is only where keys are ranked |
 """
 
 from __future__ import annotations
@@ -81,24 +82,29 @@ def _form(
     kernels: list[str] = []
     steps = [f'("survey", {peers})' for peers in _surveyed(program)]
 
-    def add(name: str, emit: Callable[[Kernel], str]) -> None:
-        kernels.extend(emit(Kernel(program, layout, native, full)) for full in (True, False))
-        steps.append(f'("sweep", {name}, {name}_others)')
+    def both(name: str, emit: Callable[[Kernel, str], str]) -> str:
+        """Emit the two kernels of a sweep; their names."""
+        kernels.extend(emit(Kernel(program, layout, native, full), name) for full in (True, False))
+        return f"{name}, {name}_others"
 
     reductions = passes.tensor_reductions(program)
     for number, (sinks, partials) in enumerate(passes.cut_sweeps(program, reductions)):
         name = f"{program.form}_{number}"
         plain = [p for p in partials if not isinstance(p.node.attr, ir.Rank)]
         if any(s.kind == "key" for s in sinks):
-            add(f"{name}_keys", partial(Kernel.emit_keys, name=f"{name}_keys"))
-            steps.append(f'("select", {passes.is_ranked(program)})')
+            selecting = both(f"{name}_keys", Kernel.emit_keys)
+            if passes.is_ranked(program):
+                selecting += ", " + both(f"{name}_picks", Kernel.emit_picks)
+            steps.append(f'("select", {selecting})')
         if plain or sinks:
-            add(name, partial(Kernel.emit, name=name, sinks=sinks, partials=plain))
+            kernel = partial(Kernel.emit, sinks=sinks, partials=plain)
+            steps.append(f'("sweep", {both(name, kernel)})')
         steps += [f'("complete", {i}, {many}, "{kind}")' for i, many, kind in _alike(plain)]
         for p in partials:
             if isinstance(p.node.attr, ir.Rank):
                 rank, sample = p.node.attr, f"{name}_sample{p.index}"
-                add(sample, partial(Kernel.emit_sample, name=sample, statistic=p.node))
+                kernel = partial(Kernel.emit_sample, statistic=p.node)
+                steps.append(f'("sweep", {both(sample, kernel)})')
                 column = statistics.index((rank.every, rank.size))
                 steps.append(f'("sample", {p.index}, {rank.every}, {column})')
         if any(s.kind == "flag" for s in sinks):

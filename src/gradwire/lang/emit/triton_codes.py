@@ -16,17 +16,18 @@ from gradwire.lang.emit.triton_prelude import (
     STATE,
     TIED,
     TILES,
+    fail,
     load8,
     store8,
 )
-from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word
+from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word, positions_of
 
 RUN = tl.constexpr(128)  # entries that are packed together
-RUNS = tl.constexpr(8)  # packed at once
-BYTES = tl.constexpr(1024)  # cleared at once
+RUNS = tl.constexpr(16)  # packed at once
+BYTES = tl.constexpr(4096)  # cleared at once
 
 
-# entries of a tile -------------------------------------------------------------------------------
+# selected elements of a tile ---------------------------------------------------------------------
 
 
 @triton.jit
@@ -37,18 +38,43 @@ def earlier(condition):
 
 
 @triton.jit
-def chosen(row, words, block, g, at, here, mask, BLOCK: tl.constexpr):
-    """(whether it is selected, its entry number) per element; of equal keys, the first are."""
+def total(condition):
+    """[G, W] -> [G, 1]: how many elements of the block satisfy the condition."""
+    return tl.sum(condition.to(tl.int32), 1)[:, None]
+
+
+@triton.jit
+def segments(row, words, block, g, here, blocks):
+    """Of every block: its first candidate, their number, earlier ties, earlier and own entries."""
+    tied = words + tl.load(row + TIED) + block + g
+    first = tl.load(tied + blocks, mask=here, other=0)
+    many = tl.load(tied + 2 * blocks, mask=here, other=0)
+    ties = tl.load(tied, mask=here, other=0)
+    before = words + tl.load(row + BEFORE) + block + g
+    entries = tl.load(before, mask=here, other=0)
+    return first, many, ties, entries, tl.load(before + 1, mask=here, other=0) - entries
+
+
+@triton.jit
+def chosen(row, words, first, many, begin, ties, entries, PIECE: tl.constexpr):
+    """PIECE candidates of every block from number `begin` on: [G, PIECE] each of
+
+    their positions in the block, whether they are selected, their entry numbers; of equal keys, the
+    first are. Then the ties and entries before the next.
+    """
     state = words + tl.load(row + STATE)
-    keys = words + tl.load(row + KEYS) + block * BLOCK
-    key = as_word(tl.load(keys + at, mask=mask, other=0))
+    e = begin + tl.arange(0, PIECE)[None, :]
+    mask = e < many
+    key = as_word(tl.load(words + tl.load(row + KEYS) + first + e, mask=mask, other=0))
+    i = tl.load(positions_of(row, words) + first + e, mask=mask, other=0).to(tl.int32)
     cut = as_word(tl.load(state + CUT))
-    ties = tl.load(words + tl.load(row + TIED) + block + g, mask=here, other=0)
     equal = mask & (key == cut)
     tied = equal & (ties + earlier(equal) < tl.load(state + TAKEN))
     hit = (mask & (key > cut)) | tied
-    before = tl.load(words + tl.load(row + BEFORE) + block + g, mask=here, other=0)
-    return hit, before + earlier(hit)
+    return i, hit, entries + earlier(hit), ties + total(equal), entries + total(hit)
+
+
+# entries of a payload ----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -68,6 +94,25 @@ def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
         span = span >> 1
     inside = mask & (low < end)
     return inside & (code_at(address, low, entries, inside, BITS) == i), low
+
+
+@triton.jit
+def listed(
+    failed, row, address, first, end, entries, begin, m, PIECE: tl.constexpr, BITS: tl.constexpr
+):
+    """PIECE entries of every block from its number `begin` on: [G, PIECE] each of
+
+    their positions in the block, whether there is one, their entry numbers. Valid positions ascend,
+    so there are at most m; an entry that is not valid is left out, and the row fails.
+    """
+    e = begin + tl.arange(0, PIECE)[None, :]
+    mask, entry = e < tl.minimum(end - first, m), first + e
+    i = code_at(address, entry, entries, mask, BITS)
+    last = code_at(address, entry - 1, entries, mask & (e > 0), BITS)
+    valid = mask & (i < m) & ((e == 0) | (last < i))
+    fail(failed, row, mask & ~valid)
+    fail(failed, row, end - first > m)
+    return i, valid, entry
 
 
 @triton.jit

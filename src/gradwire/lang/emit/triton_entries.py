@@ -1,13 +1,17 @@
 """Triton over entries: own and received selections, samples, kept codes.
 
-An entry is computed in the tile of its element, so gathering reads the element's own value. Every
-element of a tile finds out whether it is selected and its entry number. For the own selection,
-earlier passes have computed the threshold and the number of entries before every block
-(triton_selection.py). In a received payload, the entries are sorted, so an element bisects the
-entries of its block. Nothing is scattered, and sums run in rank order.
+The own selection: a first sweep has stored the candidates of every block, in order (see
+triton_selection.py). The last sweep takes a piece of every block's candidates at a time, and
+evaluates what is sent of an element in the *tensor of candidates* [G, PIECE], whose elements lie at
+the candidates' positions (triton_views.py). So its costs are those of few elements, whatever a
+codec sends of them.
 
-Names: hitP, entryP, entriesP of a selection, where P is the node's number and the tensor. Where
-there is a selection, the natural order is one tensor, so entries are counted along its axis.
+A payload that is decoded alone is handled in the same tensor, at the positions of its entries. In a
+sum of payloads, an element bisects the sorted entries of its block, so nothing is scattered, and
+sums run in rank order.
+
+Names: hitP, entryP, entriesP of a received selection, where P is the node's number and the tensor;
+entry0, entries0 of the own one.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ class Kernel(Joins):
 
     def emit(self, name: str, sinks: list[Sink], partials: list[Partial]) -> str:
         """The kernel that computes partial results, or fields, stores and patches."""
-        ends = any(s.kind in ("store", "patch", "key") for s in sinks)
-        if ends and not self.program.patches:
+        ends = any(s.kind in ("store", "patch") for s in sinks)
+        if ends:
             self.stored = dict(self.program.stores)
         for p in partials:
             self.partial(p)
@@ -40,25 +44,45 @@ class Kernel(Joins):
                 self.kept(sink.node)
             elif sink.kind == "field":
                 self.field(sink.name, sink.node)
-            elif sink.kind == "key":
-                self.entries(sink.name, sink.node)
+        for sink in sinks:
+            if sink.kind == "key":
+                self.entries(sink.name)
         if ends:
             self.stores()
         return self.text(name)
 
     def emit_keys(self, name: str) -> str:
-        """The kernel that stores the keys of elements in the workspace; 0 for no key."""
+        """The kernel that finds the candidates of rows where they are still to be found."""
+        self.put("if is_open(row, words):")
+        with self.nested():
+            (t,) = self.natural
+            key = self.key(t)
+            self.put(f"sift(row, words, block, g, i{t}, here, in{t}, {key}, BLOCK)")
+            for n in self.number:  # every element looks for itself in the payloads here, and only
+                if n.op == "fold":  # here: so this is where they are checked
+                    self.value(n, t)
+        return self.text(name)
+
+    def emit_picks(self, name: str) -> str:
+        """The kernel that stores a few keys, from which the floor of candidates is chosen."""
+        self.put(f"if has_picks(row, block, {'GROUP' if self.full else 'held'}, BLOCK):")
+        with self.nested():
+            (t,) = self.natural
+            key = self.key(t)
+            self.put(f"place, picked = picks(row, block + g, i{t}, BLOCK)")
+            at = "words + tl.load(row + KEYS) + place"
+            self.put(f"tl.store({at}, as_int({key}), mask=in{t} & picked)")
+        return self.text(name)
+
+    def key(self, t: Tensor) -> str:
+        """The keys of elements; 0 for no key."""
         (select,) = (n for _, n in self.program.fields if n.op == "select")
-        (t,) = self.tensors
         conditions = [self.value(a, t) for a in select.args if a.dtype == "bool"]
         ranked = [f"key_of({self.operand(a, t)})" for a in select.args if a.dtype != "bool"]
         key = ranked[0] if ranked else "1"
         if conditions:
             key = f"tl.where({conditions[0]}, {key}, 0)"
-        self.put(f"keys = words + tl.load(row + KEYS) + block * {self.layout.block}")
-        self.put(f"tl.store(keys + o{t}, as_int(({key}).to(tl.uint32)), mask=in{t})")
-        self.put(f"begin_selection(row, words, block, {'True' if ranked else 'False'})")
-        return self.text(name)
+        return f"({key}).to(tl.uint32)"
 
     def emit_sample(self, name: str, statistic: Node) -> str:
         """The kernel that stores the keys of a sample's elements in the workspace."""
@@ -73,7 +97,7 @@ class Kernel(Joins):
             )
             keys = "words + tl.load(row + KEYS) + window"
             self.put(f"tl.store({keys}, {key}, mask=in{t} & taken)")
-        self.put("begin_selection(row, words, block, True)")
+        self.put("begin_statistic(row, words, block)")
         return self.text(name)
 
     def text(self, name: str) -> str:
@@ -84,52 +108,128 @@ class Kernel(Joins):
     # what a sweep stores --------------------------------------------------------------------------
 
     def stores(self) -> None:
-        """All stores and patches, after all reads."""
-        stored = dict(self.program.stores)
-        patched = {target: (n, s) for target, n, s in self.program.patches}
-        if not stored:  # then only selected elements are loaded
-            (t,) = self.tensors
-            hits = {self.selection(s, t) for _, s in patched.values()}
-            self.only = f"hit{hits.pop()}" if hits else None
-        written: list[tuple[str, Tensor, str, str]] = []
-        for t in self.tensors:
-            values = {target: self.value(n, t) for target, n in stored.items()}
-            masks = dict.fromkeys(stored, f"in{t}")
-            for target, (n, s) in patched.items():
-                hit, value = f"hit{self.selection(s, t)}", self.value(n, t)
-                if target in values:
-                    values[target] = f"tl.where({hit}, {value}, {values[target]})"
-                else:
-                    values[target], masks[target] = value, hit
-            written += [(target, t, value, masks[target]) for target, value in values.items()]
-        if written and self.used.loads and not self.views.shared:
+        """All stores, after all reads; then patches."""
+        written = [
+            (target, t, self.value(n, t)) for t in self.tensors for target, n in self.program.stores
+        ]
+        if written and (self.used.loads or self.patches()) and not self.views.shared:
             # another thread may still have to read, in another view, what this one stores
             self.put("tl.debug_barrier()")
-        for target, t, value, mask in written:
-            self.store(target, t, value, mask)
+        for target, t, value in written:
+            self.store(target, t, value)
+        received = {s for _, _, s in self.program.patches if s.op != "select"}
+        for selection in received:
+            self.scatter(selection)
+        if self.patches():
+            self.patch_entries()
 
-    def entries(self, name: str, select: Node) -> None:
-        """The number of selected elements per block, their positions, and their other fields."""
-        (t,) = self.tensors
-        p = self.selection(select, t)
-        self.used.payload = True
-        self.put(f"many = count((hit{p} & in{t}).to(tl.int32)).to(tl.int32).to(tl.uint32)")
-        address, align = f"payload + {self.place(name)} + block * 2", self.align(name, COUNT_NBYTES)
-        self.put(f"store16({address}, g, many, here, {align})")
+    def scatter(self, selection: Node) -> None:
+        """Patch the elements that a payload has entries of: a piece of every block's at a time.
+
+        Every block belongs to one program, and no element has two entries in a valid payload.
+        """
+        t = self.views.candidates
+        p = f"{self.number[selection]}_{t}"
+        tail = self.span(selection, p)
+        self.used.blocks = True
+        if self.program.stores:  # of elements that other threads have stored
+            self.put("tl.debug_barrier()")
+        self.put(f"most{p} = tl.max(to{p} - from{p})")
+        self.put(f"for piece in range(0, tl.minimum(most{p}, BLOCK), {t.width}):")
+        with self.nested():
+            self.put(f"i0, in0, entry{p} = listed(")
+            self.put(f"    failed, row, {tail}, from{p}, to{p}, entries{p}, piece,")
+            self.put(f"    {self.views.size}, {t.width}, {ir.BITS[self.layout.position]}")
+            self.put(")")
+            self.put(f"hit{p} = in0")
+            self.put("o0 = g * BLOCK + i0")
+            self.memo[selection, t, "selection"] = p
+            for target, n, _ in self.program.patches:
+                self.store(target, t, self.value(n, t))
+
+    def prepare(self) -> None:
+        """What candidates take from their tile: numbers of its blocks, and rotated elements."""
+        roots = [n for _, n in (*self.sent(), *self.patches())]
+        first = ("gather", "fold")  # what follows is the selection, or of a peer's payload
+        for n in ir.walk(roots, lambda n: n.args[:1] if n.op in first else n.args):
+            if n.op == "rotate":
+                self.value(n, *self.natural)
+            elif n.scope is Scope.BLOCK:
+                self.value(n)
+
+    def entries(self, name: str) -> None:
+        """The number of selected elements per block; their positions, other fields and patches.
+
+        Patches are staged, since stores overwrite what all candidates read.
+        """
+        t = self.views.candidates
+        self.prepare()
+        self.used.payload = self.used.blocks = True
+        self.put("start, many, ties, begin0, own = segments(row, words, block, g, here, blocks)")
+        self.put("next0 = begin0")
+        address = f"payload + {self.place(name)} + block * {COUNT_NBYTES}"
+        align = self.align(name, COUNT_NBYTES)
+        self.put(f"store16({address}, g, own.to(tl.uint32), here, {align})")
         self.put("staged = words + tl.load(row + STAGED)")
-        self.put(f"tl.store(staged + entry{p}, i{t}, mask=hit{p})")
+        self.put("entries0 = tl.load(words + tl.load(row + BEFORE) + blocks)")
+        self.put(f"for piece in range(0, tl.max(many), {t.width}):")
+        with self.nested():
+            self.put("i0, in0, entry0, ties, next0 = chosen(")
+            self.put(f"    row, words, start, many, piece, ties, next0, {t.width}")
+            self.put(")")
+            self.put("o0 = g * BLOCK + i0")
+            self.put("tl.store(staged + entry0, i0, mask=in0)")
+            self.send(t)
+            for column, (target, n) in enumerate(self.patches(), self.columns):
+                kept = "tl.int32" if self.is_narrow(target) else "tl.int32, bitcast=True"
+                value = f"({self.operand(n, t)}).to({kept})"
+                self.put(f"tl.store({self.column(column)} + entry0, {value}, mask=in0)")
+
+    def patch_entries(self) -> None:
+        """Store what has been staged for the selected elements."""
+        width = self.views.candidates.width
+        self.put("tl.debug_barrier()")  # of elements that other threads have stored
+        self.put(f"for piece in range(0, tl.max(own), {width}):")
+        with self.nested():
+            self.put(f"e0 = piece + tl.arange(0, {width})[None, :]")
+            self.put("in0 = e0 < own")
+            self.put("e0 = begin0 + e0")
+            self.put("o0 = g * BLOCK + tl.load(staged + e0, mask=in0, other=0)")
+            for column, (target, _) in enumerate(self.patches(), self.columns):
+                kept = "tl.uint16" if self.is_narrow(target) else "tl.float32, bitcast=True"
+                bits = f"tl.load({self.column(column)} + e0, mask=in0, other=0)"
+                self.used.targets.add(target)
+                self.put(f"tl.store({target} + o0, {bits}.to({kept}), mask=in0)")
+
+    def column(self, number: int) -> str:
+        """Of what is staged per entry: its position, its codes, its patches."""
+        return f"staged + {number} * tl.load(row + CAPACITY)"
+
+    @property
+    def columns(self) -> int:
+        """The number of the first column of patches."""
+        return 1 + sum(n.dtype in ir.CODES for _, n in self.sent())
+
+    def send(self, t: Tensor) -> None:
+        """Store the other fields of entries."""
         columns = 1
-        for other, n in self.program.fields:
-            if n.scope is not Scope.SELECTION or n.op == "select":
-                continue
+        for name, n in self.sent():
             value = self.value(n, t)
             if n.dtype in ir.CODES:
-                column = f"staged + {columns} * tl.load(row + CAPACITY)"
-                self.put(f"tl.store({column} + entry{p}, {value}, mask=hit{p})")
+                self.put(f"tl.store({self.column(columns)} + entry0, {value}, mask=in0)")
                 columns += 1
             else:
-                tail = self.tail("payload", other, f"entries{p}")
-                self.put(f"{STORES[n.dtype]}({tail}, entry{p}, {value}, hit{p}, 0)")
+                tail = self.tail("payload", name, "entries0")
+                self.put(f"{STORES[n.dtype]}({tail}, entry0, {value}, in0, 0)")
+
+    def sent(self) -> list[tuple[str, Node]]:
+        """The fields of the own selection, but the selection itself."""
+        fields = self.program.fields
+        return [(k, n) for k, n in fields if n.scope is Scope.SELECTION and n.op != "select"]
+
+    def patches(self) -> list[tuple[str, Node]]:
+        """The targets that the own selection patches, and what it stores there."""
+        return [(target, n) for target, n, s in self.program.patches if s.op == "select"]
 
     def clear(self) -> None:
         """Zero the memory of kept codes before any is stored."""
@@ -185,39 +285,36 @@ class Kernel(Joins):
         p, value = self.selection(selection, t), self.value(entries, t)
         self.put(f"{total} = tl.where(hit{p}, {total} + {value}, {total})")
 
-    # selections -----------------------------------------------------------------------------------
+    # received selections --------------------------------------------------------------------------
 
     def selection(self, n: Node, t: Tensor) -> str:
-        """P, after emitting hitP (which elements are selected), entryP and entriesP."""
+        """P, after emitting hitP (which elements have an entry), entryP and entriesP."""
         key = (n, t, "selection")
         if key not in self.memo:
             p = f"{self.number[n]}_{t}{self.suffix}"
             self.memo[key] = p
             self.used.blocks = True
-            if n.op == "select":
-                self.chosen(p, t)
-            else:
-                self.received(n, p, t)
+            self.received(n, p, t)
         return self.memo[key]
 
-    def chosen(self, p: str, t: Tensor) -> None:
-        assert [t] == self.natural, "entries are counted in the order of elements"
-        self.put(f"hit{p}, entry{p} = chosen(row, words, block, g, o{t}, here, in{t}, BLOCK)")
-        self.put(f"entries{p} = tl.load(words + tl.load(row + BEFORE) + blocks)")
-
-    def received(self, n: Node, p: str, t: Tensor) -> None:
+    def span(self, n: Node, p: str) -> str:
+        """The address of a received selection, after emitting fromP and toP of blocks, entriesP."""
         assert isinstance(n.attr, ir.FieldRef)
-        bits = ir.BITS[self.layout.position]
         self.put(f"first{p} = words + tl.load(row + BEFORE) + {self.slot(n)} * (blocks + 1)")
         self.put(f"entries{p} = tl.load(first{p} + blocks)")
         self.put(f"from{p} = tl.load(first{p} + block + g, mask=here, other=0)")
         self.put(f"to{p} = tl.load(first{p} + block + g + 1, mask=here, other=0)")
-        tail = self.tail(self.base(n), n.attr.name, f"entries{p}")
+        return self.tail(self.base(n), n.attr.name, f"entries{p}")
+
+    def received(self, n: Node, p: str, t: Tensor) -> None:
+        bits, tail = ir.BITS[self.layout.position], self.span(n, p)
         self.put(
             f"hit{p}, entry{p} = seek({tail}, from{p}, to{p}, entries{p}, i{t}, in{t}, {bits})"
         )
+        if t == self.views.candidates:  # not of all elements
+            return
         # as many hits as entries: so the entries are in order and within their block
-        self.put(f"found{p} = count((hit{p} & in{t}).to(tl.int32)).to(tl.int32)")
+        self.put(f"found{p} = total(hit{p})")
         self.put(f"fail(failed, row, here & (found{p} != to{p} - from{p}))")
 
     def slot(self, n: Node) -> str:

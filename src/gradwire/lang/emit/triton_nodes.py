@@ -43,7 +43,6 @@ class Nodes:
     full: whether it is the kernel of full tiles.
     """
 
-    only: str | None = None  # condition that restricts loads of elements; None: all
     stored: Mapping[str, Node] = {}  # what this sweep stores in values and residuals
 
     def __init__(self, program: ir.Function, layout: Layout, native: str, full: bool) -> None:
@@ -136,11 +135,14 @@ class Nodes:
         terms += [self.views.view(p.cells).length for p in before]
         return " + ".join([*terms, j])
 
-    def store(self, target: str, t: Tensor, value: str, mask: str) -> None:
+    def store(self, target: str, t: Tensor, value: str) -> None:
         self.used.targets.add(target)
-        narrow = target == "values" and self.native != "fp32"
-        value = f"({value}).to(tl.uint16)" if narrow else value
-        self.put(f"tl.store({target} + o{t}, {value}, mask={mask})")
+        value = f"({value}).to(tl.uint16)" if self.is_narrow(target) else value
+        self.put(f"tl.store({target} + o{t}, {value}, mask=in{t})")
+
+    def is_narrow(self, target: str) -> bool:
+        """Whether its elements are computed as 32 bits, of which 16 are stored."""
+        return target == "values" and self.native != "fp32"
 
     # nodes ----------------------------------------------------------------------------------------
 
@@ -219,9 +221,8 @@ class Nodes:
         target = str(n.attr)
         self.used.targets.add(target)
         self.used.loads = True
-        narrow = target == "values" and self.native != "fp32"
-        memory = f"tl.load({target} + o{t}, mask={self.only or f'in{t}'}, other=0)"
-        return f"{memory}.to(tl.uint32)" if narrow else memory
+        memory = f"tl.load({target} + o{t}, mask=in{t}, other=0)"
+        return f"{memory}.to(tl.uint32)" if self.is_narrow(target) else memory
 
     def node_field(self, n: Node, t: Tensor) -> str:
         assert isinstance(n.attr, ir.FieldRef)

@@ -57,13 +57,6 @@ def find(table, n, steps, EARLIER: tl.constexpr = TILES):
 
 
 @triton.jit
-def place(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """`tile_at` of this program in a launch over all tiles, and whether there are GROUP blocks."""
-    block, held, m = tile_at(row, tl.program_id(0) - tl.load(row + TILES), BLOCK, GROUP)
-    return block, held, m, held == GROUP
-
-
-@triton.jit
 def tile_at(row, tile, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """(first block, number of blocks, values per block) of a tile of the row.
 

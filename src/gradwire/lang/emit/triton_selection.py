@@ -1,14 +1,22 @@
-"""Selections in Triton: keys, the k-th largest key, the entries before every block.
+"""Selections in Triton: keys, the candidates among them, the k-th largest key.
 
-This file has the passes between the sweeps of a codec that selects; triton_codes.py handles
-entries. A sweep stores the key of every element. A radix select finds the k-th largest key, the
-*cut*, byte by byte: four times, `histogram` counts the next byte of the keys that share the cut's
-known prefix, and `pick` extends the prefix. `tally` then counts the keys above and equal to the cut
-per block, and `scan` computes prefix sums. After that every element can determine whether it is
-selected and its entry number. Results do not depend on the order of programs, since all sums are of
-integers.
+This file has what happens before the entries of a selection are known; triton_counts.py counts
+them, triton_codes.py handles them. The k-th largest key is the *cut*; keys above it are selected,
+and of those equal to it the first.
 
-Only generated code and lang/gpu.py import this file.
+    sample      a sweep over few blocks stores some of their keys
+    begin       from these, a *floor* that somewhat more than k keys should reach
+    sift        a sweep stores the keys that reach the floor, the *candidates*, in a list of the row
+    check       if they are fewer than k, the floor becomes 1, and such rows are sifted again
+    histogram   four times: counts the next byte of the candidates that share the known bytes of the
+                cut, which the previous counts have extended
+
+So the floor decides how much time a selection takes, but not what it selects. A key of 0 is that of
+an element that may not be selected. Candidates of a block are in order, and next to each other in
+the list; the order of blocks there depends on the order of programs. Nothing that is stored in a
+payload does: all sums are of integers.
+
+Only generated code, triton_counts.py, triton_codes.py and lang/gpu.py import this file.
 """
 
 from __future__ import annotations
@@ -26,29 +34,32 @@ from gradwire.lang.emit.triton_numbers import (
     weyl,
 )
 from gradwire.lang.emit.triton_prelude import (
-    BEFORE,
     CAPACITY,
     COLUMNS,
-    COUNTED,
     KEYS,
     NUMEL,
     PARTIALS,
-    PAYLOAD,
-    SOURCE,
     STATE,
     TIED,
-    fail,
+    TILES,
     find,
-    load8,
-    load16,
-    place,
 )
 
 BINS = tl.constexpr(256)  # of a histogram of one byte of the keys
-# Words of a row's state: the cut, the number of selected keys equal to it, the histogram.
+# Words of a row's state
 CUT = tl.constexpr(0)
-TAKEN = tl.constexpr(1)
-HISTOGRAM = tl.constexpr(8)
+TAKEN = tl.constexpr(1)  # the number of selected keys equal to the cut
+FLOOR = tl.constexpr(2)
+FOUND = tl.constexpr(3)  # the number of candidates
+OPEN = tl.constexpr(4)  # whether a sweep is to look for candidates
+KNOWN = tl.constexpr(8)  # before each of four passes: the known bytes of the cut
+RANK = tl.constexpr(12)  # and its rank among the keys that share them
+HISTOGRAM = tl.constexpr(16)  # of each pass
+SUMS = tl.constexpr(1040)  # sums of chunks of blocks, which follow the state
+
+SAMPLED = tl.constexpr(1024)  # blocks of a row's sample, at most
+PICKED = tl.constexpr(16)  # keys that are taken from each, at most
+PRECISION = tl.constexpr(16)  # bits of the floor
 
 
 # keys --------------------------------------------------------------------------------------------
@@ -78,15 +89,196 @@ def from_key(key):
 
 
 @triton.jit
-def begin_selection(row, words, block, RANKED: tl.constexpr):
-    """Initialise a row's state for the passes after this sweep, in the first tile's program."""
+def blocks_of(row, BLOCK: tl.constexpr):
+    return (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def positions_of(row, words):
+    """The positions in their blocks of the candidates, behind the keys."""
+    return (words + tl.load(row + KEYS) + tl.load(row + NUMEL)).to(tl.pointer_type(tl.uint16))
+
+
+# the floor ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def spacing(row, BLOCK: tl.constexpr):
+    """log2 of how many blocks make a window, of which one is sampled."""
+    some = ((blocks_of(row, BLOCK) - 1) // SAMPLED).to(tl.float32)
+    return tl.maximum((bits_of(some) >> 23).to(tl.int32) - 126, 0)
+
+
+@triton.jit
+def sampled_block(window, spaced):
+    """Differs between windows, since the shapes of rows are often powers of two."""
+    return (window << spaced) | ((window * 37) & ((1 << spaced) - 1))
+
+
+@triton.jit
+def first_pick(block, BLOCK: tl.constexpr):
+    """Differs between blocks, lest the sample be of a few columns of a matrix."""
+    PICK: tl.constexpr = (BLOCK + PICKED - 1) // PICKED
+    return (block.to(tl.int32) & 0xFFFF) * 37 % PICK
+
+
+@triton.jit
+def has_picks(row, block, held, BLOCK: tl.constexpr):
+    """Whether some of these blocks are sampled: in the window of the first, or in the next."""
+    spaced = spacing(row, BLOCK)
+    one, next = sampled_block(block >> spaced, spaced), sampled_block((block >> spaced) + 1, spaced)
+    return ((one >= block) & (one < block + held)) | (next < block + held)
+
+
+@triton.jit
+def picks(row, block, i, BLOCK: tl.constexpr):
+    """(place in the sample, whether it is picked) for elements `i` of blocks."""
+    PICK: tl.constexpr = (BLOCK + PICKED - 1) // PICKED
+    PICKS: tl.constexpr = (BLOCK + PICK - 1) // PICK
+    spaced = spacing(row, BLOCK)
+    window = block >> spaced
+    picked = (block == sampled_block(window, spaced)) & (i % PICK == first_pick(block, BLOCK))
+    return window * PICKS + i // PICK, picked
+
+
+@triton.jit
+def floor_of(row, words, BLOCK: tl.constexpr):
+    """A key that k of a row's keys should reach, with a margin of four standard deviations."""
+    PICK: tl.constexpr = (BLOCK + PICKED - 1) // PICKED
+    PICKS: tl.constexpr = (BLOCK + PICK - 1) // PICK
+    at, numel = tl.arange(0, SAMPLED * PICKED), tl.load(row + NUMEL)
+    block = sampled_block((at // PICKS).to(tl.int64), spacing(row, BLOCK))
+    i = at % PICKS * PICK + first_pick(block, BLOCK)
+    mask = (i < BLOCK) & (block * BLOCK + i < numel)
+    key = as_word(tl.load(words + tl.load(row + KEYS) + at, mask=mask, other=0))
+    share = tl.load(row + CAPACITY).to(tl.float32) / numel.to(tl.float32)
+    expected = share * tl.sum(mask.to(tl.int32), 0).to(tl.float32)
+    rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)
+    floor = tl.full((), 0, tl.uint32)
+    for bit in range(PRECISION):
+        trial = floor | (tl.full((), SIGN, tl.uint32) >> bit)
+        floor = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= rank, trial, floor)
+    return tl.where(floor == 0, 1, floor)
+
+
+@triton.jit
+def begin(table, words, BLOCK: tl.constexpr, RANKED: tl.constexpr, SAMPLE: tl.constexpr):
+    """Programs (row): the floor, from a SAMPLE or 1, and the state before any candidate is found.
+
+    Not RANKED: all keys are 1 or 0, and the first are selected.
+    """
+    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     state = words + tl.load(row + STATE)
-    if block == 0:
-        if RANKED:
-            tl.store(state + HISTOGRAM + tl.arange(0, BINS), tl.full((BINS,), 0, tl.int32))
-        else:  # select the first elements whose key is 1
-            tl.store(state + CUT, 1)
-            tl.store(state + TAKEN, tl.load(row + CAPACITY).to(tl.int32))
+    clear_histograms(state)
+    floor = tl.full((), 1, tl.uint32)
+    if SAMPLE:
+        floor = floor_of(row, words, BLOCK)
+    tl.store(state + FLOOR, as_int(floor))
+    tl.store(state + FOUND, 0)
+    tl.store(state + OPEN, 1)
+    if not RANKED:
+        tl.store(state + CUT, 1)
+        tl.store(state + TAKEN, tl.load(row + CAPACITY).to(tl.int32))
+
+
+@triton.jit
+def check(table, words):
+    """Programs (row): whether to look for candidates again."""
+    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    state = words + tl.load(row + STATE)
+    few = tl.load(state + FOUND) < tl.load(row + CAPACITY)
+    few = few & (as_word(tl.load(state + FLOOR)) > 1)
+    tl.store(state + OPEN, few.to(tl.int32))
+    tl.store(state + FLOOR, 1, mask=few)
+    tl.store(state + FOUND, 0, mask=few)
+
+
+# candidates --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def is_open(row, words):
+    """Whether a row's candidates are still to be found."""
+    return tl.load(words + tl.load(row + STATE) + OPEN) != 0
+
+
+@triton.jit
+def sift(row, words, block, g, i, here, mask, key, BLOCK: tl.constexpr):
+    """Append the candidates of a tile to those of the row; store each block's first, and number.
+
+    i, key: positions and keys of all elements [G, W] of the blocks g [G, 1], in order.
+    """
+    state, keys = words + tl.load(row + STATE), words + tl.load(row + KEYS)
+    hit = mask & (key >= as_word(tl.load(state + FLOOR)))
+    one = hit.to(tl.int32)
+    many = tl.sum(one, 1)
+    found = tl.atomic_add(state + FOUND, tl.sum(many, 0), sem="relaxed")
+    first = (found + tl.cumsum(many, 0) - many)[:, None]
+    at = first + tl.cumsum(one, 1) - one
+    tl.store(keys + at, as_int(key), mask=hit)
+    tl.store(positions_of(row, words) + at, i.to(tl.uint16), mask=hit)
+    segments = words + tl.load(row + TIED) + block + g
+    blocks = blocks_of(row, BLOCK)
+    tl.store(segments + blocks, first, mask=here)
+    tl.store(segments + 2 * blocks, many[:, None], mask=here)
+
+
+@triton.jit
+def clear_histograms(state):
+    tl.store(state + HISTOGRAM + tl.arange(0, 4 * BINS), tl.full((4 * BINS,), 0, tl.int32))
+
+
+@triton.jit
+def extend(state, number, k):
+    """(the first `number` bytes of the k-th largest key, its rank among the keys with these)."""
+    known, rank = tl.full((), 0, tl.uint32), k.to(tl.int32)
+    if number > 0:
+        bins = tl.arange(0, BINS)
+        counts = tl.load(state + HISTOGRAM + (number - 1) * BINS + bins)
+        known = as_word(tl.load(state + KNOWN + number - 1))
+        rank = tl.load(state + RANK + number - 1)
+        least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # with this byte or a larger one
+        byte = tl.maximum(tl.sum((least >= rank).to(tl.int32), 0) - 1, 0)  # 0: fewer keys than k
+        rank -= tl.sum(tl.where(bins == byte + 1, least, 0), 0)
+        known = (known << 8) | as_word(byte)
+    return known, rank
+
+
+@triton.jit(do_not_specialize=["n", "steps", "number", "column"])
+def histogram(
+    table, n, steps, words, number, column,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """Count byte `number`, from the highest, of the candidates whose higher bytes are the cut's.
+
+    k is in the row's `column`. A program has SIZE of them, a power of two, at least BLOCK * GROUP.
+    EVERY: the keys are those of an order statistic, one per this many values; 0: candidates.
+    """
+    row = find(table, n, steps)
+    state = words + tl.load(row + STATE)
+    part = (tl.program_id(0) - tl.load(row + TILES)).to(tl.int32)
+    if EVERY > 0:
+        keys = ((tl.load(row + NUMEL) + EVERY - 1) // EVERY).to(tl.int32)
+    else:
+        keys = tl.load(state + FOUND)
+    if (part == 0) | (part * SIZE < keys):
+        known, rank = extend(state, number, tl.load(row + column))
+        if part == 0:
+            tl.store(state + KNOWN + number, as_int(known))
+            tl.store(state + RANK + number, rank)
+        i = part * SIZE + tl.arange(0, SIZE)
+        key = as_word(tl.load(words + tl.load(row + KEYS) + i, mask=i < keys, other=0))
+        shift = 24 - 8 * number
+        mask = (i < keys) & ((key.to(tl.uint64) >> (shift + 8)) == known.to(tl.uint64))
+        byte = tl.where(mask, as_int((key >> shift) & 0xFF), 0)
+        bins = tl.arange(0, BINS)
+        counts = tl.histogram(byte, BINS)
+        counts = tl.where(bins == 0, counts - tl.sum((~mask).to(tl.int32), 0), counts)
+        at = state + HISTOGRAM + number * BINS + bins
+        tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")
+
+
+# order statistics --------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -98,151 +290,18 @@ def sampled(row, element, low, high, EVERY: tl.constexpr):
     return window, tl.minimum(at, tl.load(row + NUMEL) - 1) == element
 
 
-# between the sweeps ------------------------------------------------------------------------------
-
-
 @triton.jit
-def blocks_of(row, BLOCK: tl.constexpr):
-    return (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK
+def begin_statistic(row, words, block):
+    """In the first tile's program of the sweep that stores the sample."""
+    if block == 0:
+        clear_histograms(words + tl.load(row + STATE))
 
 
-@triton.jit(do_not_specialize=["n", "steps", "shift"])
-def histogram(
-    table, n, steps, words, shift,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr,
-):  # fmt: skip
-    """Count byte `shift` // 8 of the keys of a tile whose higher bytes equal those of the cut.
-
-    SIZE: a power of two, at least BLOCK * GROUP. EVERY: one key per this many values.
-    """
-    row = find(table, n, steps)
-    block, held, m, _ = place(row, BLOCK, GROUP)
-    state = words + tl.load(row + STATE)
-    begin = block * BLOCK
-    keys = (tl.load(row + NUMEL) + EVERY - 1) // EVERY
-    i = tl.arange(0, SIZE)
-    mask = (i < held * m) & (begin + i < keys)
-    if begin < keys:
-        key = as_word(tl.load(words + tl.load(row + KEYS) + begin + i, mask=mask, other=0))
-        above = (key.to(tl.uint64) >> (shift + 8)) == as_word(tl.load(state + CUT)).to(tl.uint64)
-        mask = mask & (above | (shift == 24))
-        byte = tl.where(mask, as_int((key >> shift) & 0xFF), 0)
-        bins = tl.arange(0, BINS)
-        counts = tl.histogram(byte, BINS)
-        counts = tl.where(bins == 0, counts - tl.sum((~mask).to(tl.int32), 0), counts)
-        tl.atomic_add(state + HISTOGRAM + bins, counts, mask=counts > 0, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["shift", "column", "index"])
-def pick(
-    table, words, workspace, shift, column, index,
-    BLOCK: tl.constexpr, PARTIAL: tl.constexpr, SAMPLE: tl.constexpr,
-):  # fmt: skip
-    """Programs (row): find the next byte of the k-th largest key, with k in the row's `column`.
-
-    The last pass stores an order statistic as reduction `index` of the row.
-    """
+@triton.jit(do_not_specialize=["column", "index"])
+def statistic(table, words, workspace, column, index, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Programs (row): store the k-th largest of a sample as reduction `index` of the row."""
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    state = words + tl.load(row + STATE)
-    bins = tl.arange(0, BINS)
-    counts, above = tl.load(state + HISTOGRAM + bins), as_word(tl.load(state + CUT))
-    tl.store(state + HISTOGRAM + bins, tl.full((BINS,), 0, tl.int32))
-    first = shift == 24
-    k = tl.load(row + column).to(tl.int32)
-    k = tl.where(first, k, tl.load(state + TAKEN))
-    least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # keys with this byte or a larger one
-    byte = tl.sum((least >= k).to(tl.int32), 0) - 1
-    k -= tl.sum(tl.where(bins == byte + 1, least, 0), 0)
-    key = tl.where(first, 0, above << 8) | as_word(byte)
-    if SAMPLE:
-        if shift == 0:
-            at = workspace + tl.load(row + PARTIALS) + PARTIAL * blocks_of(row, BLOCK) + index
-            tl.store(at, from_key(key), mask=tl.load(row + NUMEL) > 0)
-    else:  # fewer than k elements can be selected: select all of them
-        k = tl.where((shift == 0) & (key == 0), 0, k)
-    tl.store(state + CUT, as_int(key))
-    tl.store(state + TAKEN, k)
-
-
-@triton.jit(do_not_specialize=["n", "steps"])
-def tally(
-    table, n, steps, words,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """Count the keys per block that are above the cut, and those equal to it."""
-    row = find(table, n, steps)
-    block, held, m, _ = place(row, BLOCK, GROUP)
-    state = words + tl.load(row + STATE)
-    g, j = tl.arange(0, GROUP)[:, None], tl.arange(0, J)[None, :]
-    mask = (g < held) & (j < m)
-    at = words + tl.load(row + KEYS) + block * BLOCK
-    key = as_word(tl.load(at + g * BLOCK + j, mask=mask, other=0))
-    cut = as_word(tl.load(state + CUT))
-    larger = tl.sum((mask & (key > cut)).to(tl.int32), 1)
-    equal = tl.sum((mask & (key == cut)).to(tl.int32), 1)
-    g = tl.arange(0, GROUP)
-    tl.store(words + tl.load(row + BEFORE) + block + g, larger, mask=g < held)
-    tl.store(words + tl.load(row + TIED) + block + g, equal, mask=g < held)
-
-
-@triton.jit
-def scan(table, words, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Programs (row): from counts per block to the entries and ties before each block."""
-    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    blocks = blocks_of(row, BLOCK).to(tl.int32)
-    before, tied = words + tl.load(row + BEFORE), words + tl.load(row + TIED)
-    taken = tl.load(words + tl.load(row + STATE) + TAKEN)
-    entries, ties = blocks * 0, blocks * 0
-    i = tl.arange(0, CHUNK)
-    for begin in range(0, blocks, CHUNK):
-        mask = begin + i < blocks
-        equal = tl.load(tied + begin + i, mask=mask, other=0)
-        larger = tl.load(before + begin + i, mask=mask, other=0)
-        so_far = ties + tl.cumsum(equal, 0) - equal
-        many = larger + tl.minimum(tl.maximum(taken - so_far, 0), equal)
-        tl.store(tied + begin + i, so_far, mask=mask)
-        tl.store(before + begin + i, entries + tl.cumsum(many, 0) - many, mask=mask)
-        entries += tl.sum(many, 0)
-        ties += tl.sum(equal, 0)
-    tl.store(before + blocks, entries)
-
-
-@triton.jit(do_not_specialize=["stride", "first"])
-def survey(
-    table, words, failed, stride, first,
-    BLOCK: tl.constexpr, FLAGS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Programs (row, payload): count the entries or kept blocks before every block.
-
-    Payload 0 is the own one, the others are peers'. One with too many entries is treated as empty.
-    """
-    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    number = first + tl.program_id(1)
-    blocks = blocks_of(row, BLOCK).to(tl.int32)
-    payload = tl.load(row + PAYLOAD)
-    if number > 0:
-        payload = tl.load(row + SOURCE) + (number - 1).to(tl.int64) * stride
-    payload += tl.load(row + COUNTED)
-    i = tl.arange(0, CHUNK)
-    total = payload * 0
-    for begin in range(0, blocks, CHUNK):
-        total += tl.sum(_counted(payload, begin + i, begin + i < blocks, FLAGS).to(tl.int64), 0)
-    counted = tl.where(total <= tl.load(row + CAPACITY), blocks, 0)
-    fail(failed, row, (i == 0) & (total > tl.load(row + CAPACITY)))
-    before = words + tl.load(row + BEFORE) + number.to(tl.int64) * (blocks + 1)
-    so_far = blocks * 0
-    for begin in range(0, blocks, CHUNK):
-        counts = _counted(payload, begin + i, begin + i < counted, FLAGS)
-        at = so_far + tl.cumsum(counts, 0) - counts
-        tl.store(before + begin + i, at, mask=begin + i < blocks)
-        so_far += tl.sum(counts, 0)
-    tl.store(before + blocks, so_far)
-
-
-@triton.jit
-def _counted(address, at, mask, FLAGS: tl.constexpr):
-    if FLAGS:
-        counts = (load8(address, at, mask, False) != 0).to(tl.int32)
-    else:
-        counts = load16(address, at, mask, False).to(tl.int32)
-    return counts
+    state, blocks = words + tl.load(row + STATE), blocks_of(row, BLOCK)
+    key, _ = extend(state, 4, tl.load(row + column))
+    at = workspace + tl.load(row + PARTIALS) + PARTIAL * blocks + index
+    tl.store(at, from_key(key), mask=blocks > 0)

@@ -10,6 +10,9 @@ In full tiles of most blocks all views *share* their tensors, of consecutive ele
 computed once, and a reduction of its block begins in registers. Elsewhere every view has tensors of
 its own, and in tiles that are not full, L is known only when the kernel runs.
 
+Where a codec selects, there is a tensor of *candidates*: a piece of those of every block, at
+positions that the kernel reads from memory (triton_entries.py).
+
 Names in the generated code, for a tensor T: iT are positions in the block, oT offsets from the
 tile's first element, inT whether there is such an element.
 """
@@ -24,12 +27,13 @@ from gradwire.lang.layout import Layout
 
 SHARED = 8  # tensors of a block, if they are shared and the planes allow it
 MOST = 16  # more take too long to compile
+PIECES = 16  # of a block's candidates, at most
 WEYL = 0x9E3779B1  # see triton_numbers.weyl
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """`width` elements of every block, from position `start` on.
+    """`width` elements of every block, from position `start` on; "" for candidates.
 
     limits: conditions that leave out what is not an element, if any.
     """
@@ -90,7 +94,10 @@ class Views:
 
     Args:
         full: whether it is the kernel of full tiles.
-        whole: whether the natural order must be one tensor.
+        whole: whether the natural order must be one tensor, as candidates are found in it.
+
+    Attributes:
+        candidates: their tensor; `lines` leaves it to the kernel.
     """
 
     def __init__(self, layout: Layout, full: bool, whole: bool) -> None:
@@ -98,6 +105,7 @@ class Views:
         self.shared = shared_width(layout) if full and not whole else 0
         self.group = "GROUP" if full else "FEW"
         self.size = "BLOCK" if full else "m"  # values of a block
+        self.candidates = Tensor("0", piece(layout), "")
         self.used: dict[int, View] = {}
 
     def view(self, cells: int) -> View:
@@ -107,7 +115,7 @@ class Views:
 
     def siblings(self, tensor: Tensor) -> list[Tensor]:
         """All tensors of the view of a tensor, itself included."""
-        return next(v.tensors for v in self.used.values() if tensor in v.tensors)
+        return next((v.tensors for v in self.used.values() if tensor in v.tensors), [tensor])
 
     def lines(self) -> list[str]:
         """The definitions of all names of the views that are used."""
@@ -171,3 +179,11 @@ def shared_width(layout: Layout) -> int:
     while any(layout.block // c % width for c in cells):
         width //= 2
     return width if layout.block // width <= MOST else 0
+
+
+def piece(layout: Layout) -> int:
+    """Candidates of a block that are taken at once, a power of two: mostly all there are."""
+    share = max((f.capacity.fraction for f in layout.fields if f.capacity is not None), default=0)
+    block = power2(layout.block)
+    wanted = power2(max(16, int(2 * share * layout.block)))
+    return min(block, max(block // PIECES, wanted))
