@@ -125,8 +125,10 @@ def test_a_replica_that_joins_begins_where_all_met(rank: int) -> None:
     optimizer = sgd(model)
     outer = gw.outer(model, optimizer, every=3, codec="qsgd:bits=4")
     train(model, optimizer, rank, range(7))
-    state = outer.full_state_dict()
+    state, own = outer.full_state_dict(), outer.state_dict()
     theta = outer.outer_weights()
+    for part in ({"every": 3}, None):
+        refuses("no outer weights", lambda part=part: outer.load_state_dict({**own, "outer": part}))
     outer.detach()
     alone = net(seed=5)
     group = [dist.new_group([one]) for one in range(2)][rank]
@@ -231,7 +233,8 @@ def test_wrong_arguments_say_what_to_do(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "ranks"))
     ddp = DistributedDataParallel(net())
     refuses("one replica", lambda: gw.outer(ddp, sgd(ddp), group=mesh["ranks"]))
-    refuses("no torch.optim.Optimizer", lambda: gw.outer(model, 3))
+    for other in (3, sgd(net())):
+        refuses("no torch.optim.Optimizer of this", lambda other=other: gw.outer(model, other))
     refuses("ranks disagree", lambda: gw.outer(model, optimizer, every=2 + rank))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.aggregators import Aggregator
+from gradwire.aggregators import Aggregator, registry
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.codecs import Cast
 from gradwire.collectives import Options
@@ -101,10 +101,12 @@ def outer(
     check_keywords(outer, codec_options, OPTIONS)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"outer takes a module, not {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    real = isinstance(optimizer, torch.optim.Optimizer)
+    stepped = {p for group in optimizer.param_groups for p in group["params"]} if real else set()
+    if stepped.isdisjoint(model.parameters()):
         raise ConfigError(
-            f"outer: optimizer: {type(optimizer).__name__} is no torch.optim.Optimizer: give that "
-            "which steps the model"
+            f"outer: optimizer: {type(optimizer).__name__} is no torch.optim.Optimizer of this "
+            "model's parameters: give that which steps them"
         )
     given = {
         "every": every, "codec": codec, "lr": lr, "momentum": momentum, "residual": residual,
@@ -205,8 +207,6 @@ def _group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | 
 
 def _with_small(rules: Rules, homes: Sequence[Home]) -> Rules:
     """Rules in which small weights travel in bf16, unless the user's name them."""
-    from gradwire.aggregators import registry
-
     small = [
         home.name
         for home in homes

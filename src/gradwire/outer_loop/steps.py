@@ -33,6 +33,8 @@ from gradwire.planner import Plan, Rules
 from gradwire.state.state import SavedJob, StateSection
 from gradwire.waiting import until_set
 
+_SAVED = {"every", "fragments", "lr", "momentum", "steps", "met", "weights"}
+
 
 @dataclass(eq=False)
 class _Meeting:
@@ -331,7 +333,7 @@ class OuterSteps(Reductions):
 
     def _loading(self, job: SavedJob) -> Callable[[], None]:
         saved = (job.own or job.states[0]).get("outer")
-        if not isinstance(saved, Mapping):
+        if not (isinstance(saved, Mapping) and saved.keys() >= _SAVED):
             raise ConfigError(
                 "load_state_dict: the state is not of gw.outer: it has no outer weights"
             )
