@@ -68,8 +68,13 @@ def reference(
     momentum: float,
     delay: int = 0,
     mix: float = 0.0,
+    present: Callable[[int], int] | None = None,
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """The weights of every replica, and the outer weights, after SGD in float64 (2501.18512)."""
+    """The weights of every replica, and the outer weights, after SGD in float64 (2501.18512).
+
+    Args:
+        present: how many of the first replicas meet after a step; all unless given.
+    """
     nets = [net().to(F64) for _ in range(ranks)]
     optimizers = [sgd(one) for one in nets]
     theta = weights_of(nets[0])
@@ -81,7 +86,8 @@ def reference(
         apart = every // len(parts)
         if step % apart == 0:
             names = parts[step % every // apart]
-            now = [dict(one.named_parameters()) for one in nets]
+            among = nets if present is None else nets[: present(step)]
+            now = [dict(one.named_parameters()) for one in among]
             average = {
                 n: torch.stack([theta[n] - w[n].detach() for w in now]).mean(0) for n in names
             }

@@ -42,6 +42,11 @@ class Fragment:
         self.velocity = {name: torch.zeros_like(values) for name, values in self.theta.items()}
         self.drift = 0.0
 
+    def among(self, members: Mapping[str, Attached]) -> Fragment:
+        """The same, of a handle with other states."""
+        self.members = [members[home.name] for home in self.homes]
+        return self
+
     def differences(self) -> tuple[list[torch.Tensor], str]:
         """theta - theta_r, flat, by weight; and the name of one that is not finite, or "". That
         one's difference is zeros, which harm no residual."""

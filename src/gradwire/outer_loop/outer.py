@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from gradwire.handles.handle import Handle
 from gradwire.handles.uncompiled import available
 from gradwire.outer_loop.fragment import Fragment
 from gradwire.outer_loop.homes import Home, Replica, deal, fragments_of, replica_of
+from gradwire.outer_loop.regroup import regroup
 from gradwire.outer_loop.settings import OuterSettings, settings_of
 from gradwire.outer_loop.steps import OuterSteps
 from gradwire.planner import Plan, Rules, make_plan
@@ -118,30 +120,58 @@ def outer(
     names = [home.name for home in replica.every]
     parts = fragments_of(names, settings.every, settings.fragments)
     settings = settings.divided(len(parts))
-    chosen = options_of(options)
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
     rules = _with_small(methods.rules(), replica.homes)
-    comm = communicator(between) if between is not None else _alone()
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
-    plan = _plan(replica, rules, settings, comm.world_size, chosen, 0, device)
+    chosen = options_of(options)
+    seed = chosen.seed or 0
+    make = partial(_steps, model, optimizer, replica, parts, settings, device)
+    return Outer(make(rules, chosen, seed, _communicator(between)), seed, between, make)
+
+
+def _steps(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replica: Replica,
+    parts: Sequence[Sequence[str]],
+    settings: OuterSettings,
+    device: torch.device,
+    rules: Rules,
+    options: Options,
+    seed: int,
+    comm: Communicator,
+    before: OuterSteps | None = None,
+    version: int = 0,
+) -> OuterSteps:
+    """How replicas meet, first or after others: collective.
+
+    Args:
+        comm: of the replicas.
+        before: whose outer weights they go on from; None: those of the first rank.
+        version: of the plan.
+    """
+
+    def planned(rules: Rules, options: Options = options, version: int = version) -> Plan:
+        return _plan(replica, rules, settings, comm.world_size, options, version, device)
 
     def remade(plan: Plan, rules: Rules) -> Plan:
-        of = comm.world_size, plan.options, plan.version, device
-        return _plan(replica, rules, settings, *of)
+        return planned(rules, plan.options, plan.version)
 
-    seed = chosen.seed or 0
-    plan = available(plan, lambda rules: remade(plan, rules), device, [comm], Decides())
+    plan = available(planned(rules), planned, device, [comm], Decides())
     agreed = [f"{settings}", f"seed {seed}", *map(str, parts), *plan.describe()]
     comm.agree("the call of gw.outer", agreed)
     warn_of_bias(plan, comm.world_size, "gw.outer")
-    owner = comm.owner(comm.handle_name(model, f"outer weights from {names[0]}"))
+    first = replica.every[0].name
+    owner = comm.owner(comm.handle_name(model, f"outer weights from {first}"))
     members = members_of(plan, seed, comm.rank, comm.handles)
-    _begin_alike(replica, between)
-    made = [Fragment(every, members, device) for every in deal(replica.every, parts)]
+    if before is None:
+        _begin_alike(replica, comm)
+        made = [Fragment(every, members, device) for every in deal(replica.every, parts)]
+    else:
+        made = [fragment.among(members) for fragment in before.fragments]
     inside = None if replica.inside is None else communicator(replica.inside)
     of = settings, made, replica, inside, optimizer, remade
-    steps = OuterSteps(plan, members, owner, *of)
-    return Outer(steps, seed, comm.rank, StateGather([] if between is None else [between]))
+    return OuterSteps(plan, members, owner, *of)
 
 
 class Outer(Handle):
@@ -153,6 +183,16 @@ class Outer(Handle):
     """
 
     _reductions: OuterSteps
+
+    def __init__(
+        self,
+        steps: OuterSteps,
+        seed: int,
+        between: dist.ProcessGroup | None,
+        make: Callable[..., OuterSteps],
+    ) -> None:
+        super().__init__(steps, seed, steps.owner.comm.rank, _gather(between))
+        self._make = make  # the meetings of another group
 
     @property
     def lr(self) -> float:
@@ -178,15 +218,46 @@ class Outer(Handle):
         fragments = self._reductions.fragments
         return {name: values.clone() for one in fragments for name, values in one.theta.items()}
 
-    def recover(self) -> None:
-        raise ConfigError(
-            "recover: a process group that has lost a replica does not come back: start all "
-            "replicas from a checkpoint of `save`. Nothing of the broken meeting was applied"
-        )
+    def recover(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        """Go on with the replicas of another group: those that are left after a loss, and others
+        that join. Collective over `group`, between two optimizer steps.
+
+            try:
+                optimizer.step()
+            except gw.TransportError:
+                group = ...  # of those that are left, by a rendezvous of yours
+                outer.recover(group)
+
+        A meeting that broke off ends alike on all that were in it: all apply it if one has, or if
+        all of them have its averages; else none does, and they hold it at once, with the same
+        differences and residuals. A replica that is behind begins at the others' outer weights and
+        momentum, with their counts, lr and momentum and without residuals: one that joins calls
+        `gw.outer` with the same arguments in a group of its own, or before it is in any.
+        What another one had left out in its residual is lost with it. Statistics begin anew.
+
+        Args:
+            group: as of `gw.outer`.
+
+        Raises:
+            ConfigError: replicas differ in arguments.
+            TransportError: a rank of the group did not make the call, or failed.
+        """
+        between = _group(group)
+        before, comm = self._reductions, _communicator(between)
+        after = regroup(before, comm, self._seed, self._make)
+        self._reductions, self._seed = after
+        self._members, self._gather = self._reductions.members, _gather(between)
+        self.rank, self.world_size = comm.rank, comm.world_size
 
 
-def _alone() -> Communicator:
-    """Of one replica, without a process group; it makes no transport."""
+def _gather(between: dist.ProcessGroup | None) -> StateGather:
+    return StateGather([] if between is None else [between])
+
+
+def _communicator(between: dist.ProcessGroup | None) -> Communicator:
+    """Of replicas; that of one without a process group makes no transport."""
+    if between is not None:
+        return communicator(between)
     none: Any = None
     return Communicator(lambda: none, info=GroupInfo(0, 1, 0.0, dist.HashStore()))
 
@@ -259,13 +330,13 @@ def _is_biased(p: ParameterPlan) -> bool:
     return lossy or p.inner.needs_feedback
 
 
-def _begin_alike(replica: Replica, between: dist.ProcessGroup | None) -> None:
+def _begin_alike(replica: Replica, comm: Communicator) -> None:
     """Make the weights of all replicas those of the first."""
-    if between is None or between.size() == 1:
+    if comm.world_size == 1:
         return
     for home in replica.homes:
         rows = home.rows()
         values = rows.contiguous()
-        broadcast(values, 0, group=between)
+        broadcast(values, 0, group=comm)
         rows.copy_(values)
     replica.spread(replica.every)

@@ -3,7 +3,7 @@
 A meeting is a scope of the engine, as DDP's buckets are: codecs, residuals and statistics are the
 same. It begins in the optimizer step after which a fragment is due, and ends `delay` steps later:
 meanwhile the engine's threads send and sum. Nothing of it is applied unless all of it is there, on
-every rank of the replica.
+every rank of every replica.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Meeting:
         by: lr and momentum of the outer step.
         told: what every replica tells: its outer weights' number, these two, and a weight that is
             not finite.
-        is_there: whether `values` are averages, and all ranks of the replica know it.
+        prepared: whether it may be applied elsewhere: this rank has told that it has the averages.
+        is_there: whether all ranks of all replicas have them.
     """
 
     fragment: Fragment
@@ -59,6 +60,7 @@ class _Meeting:
     begun: float = field(default_factory=time.perf_counter)
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    prepared: bool = False
     is_there: bool = False
 
 
@@ -80,6 +82,7 @@ class OuterSteps(Reductions):
         lr, momentum: of the outer step, from the next meeting on.
         taken: optimizer steps so far.
         met: meetings so far, of any fragment.
+        missed: the fragment whose meeting came to nothing, to be held again; None: none has.
     """
 
     what = "replicas that meet"
@@ -100,7 +103,8 @@ class OuterSteps(Reductions):
         self.settings, self.fragments = settings, list(fragments)
         self.lr, self.momentum = settings.lr, settings.momentum
         self.taken = self.met = 0
-        self._replica, self._inside, self._make = replica, inside, make
+        self.missed: int | None = None
+        self.replica, self.inside, self._make = replica, inside, make
         self._meeting: _Meeting | None = None
         self._span: float | None = None
         self._hook: Any = optimizer.register_step_post_hook(lambda *_: self.stepped())
@@ -118,6 +122,11 @@ class OuterSteps(Reductions):
             self._begin(self.fragments[due])
             if not self.settings.delay:
                 self.finish()
+
+    def meet(self, fragment: int) -> None:
+        """Hold a fragment's meeting now."""
+        self._begin(self.fragments[fragment])
+        self.finish()
 
     def _begin(self, fragment: Fragment) -> None:
         if self.met % len(self.fragments) == 0:  # a pass is one meeting of every fragment
@@ -187,9 +196,10 @@ class OuterSteps(Reductions):
         except GradwireError as found:
             error = found
         try:
-            self._agree_inside(error)
+            self._commit(meeting, error)
         except BaseException:
-            self._give_up(meeting)
+            if not meeting.prepared:
+                self._give_up(meeting)
             raise
         finally:
             self.count(exposed_seconds=time.perf_counter() - begun)
@@ -203,16 +213,29 @@ class OuterSteps(Reductions):
         if meeting is not None:
             meeting.fragment.step(meeting.values, *meeting.by)
             meeting.fragment.mix(self.settings.mix)
-            self._replica.spread(meeting.fragment.every)
+            self.replica.spread(meeting.fragment.every)
             self.met += 1
             if self.met % len(self.fragments) == 0:
                 self.sampler.end()
 
     def _give_up(self, meeting: _Meeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
-        self._meeting = None
+        self._meeting, self.missed = None, self.fragments.index(meeting.fragment)
         for name, kept in meeting.before.items():
             self.members[name].state.update(kept)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether a meeting is under way that may have been applied elsewhere."""
+        return self._meeting is not None and self._meeting.prepared
+
+    def decide(self, apply: bool) -> None:
+        """End a meeting that may have been applied elsewhere: apply it, or give it up."""
+        if self._meeting is not None and apply:
+            self._meeting.is_there = True
+            self.finish()
+        elif self._meeting is not None:
+            self._give_up(self._meeting)
 
     def _check(self, told: Sequence[Sequence[Any]]) -> None:
         """Raise ConfigError unless all replicas can apply what they have."""
@@ -238,17 +261,29 @@ class OuterSteps(Reductions):
                     "between two meetings"
                 )
 
-    def _agree_inside(self, error: BaseException | None) -> None:
-        """Raise `error`, or that of another rank of this replica: one applies what all apply."""
-        if self._inside is not None and self._inside.world_size > 1:
-            text = "" if error is None else str(error)
-            told = ranks_of([self._inside], f"{self.owner.key}/inside").tell("met", text).result()
-            others = [(rank, one) for rank, one in enumerate(told) if one]
-            if error is None and others:
-                rank, text = others[0]
-                raise TransportError(
-                    f"rank {self._inside.ranks[rank]} of this replica has not met: {text}"
-                )
+    def _commit(self, meeting: _Meeting, error: BaseException | None) -> None:
+        """Raise unless all ranks of all replicas have the averages, or could have: one applies what
+        all can apply.
+
+        Ranks of a replica tell each other, then the other replicas, and then each other what those
+        have said. Once a rank has told others that it has all, they may apply it: where it does not
+        hear from one of them, it is left `prepared`.
+        """
+        between = self.owner.comm
+        for comm in (self.inside, between, self.inside):
+            if comm is None:
+                continue
+            meeting.prepared |= comm is between and error is None
+            told = ranks_of([comm], f"{self.owner.key}/commit").tell("met", str(error or ""))
+            try:
+                others = [(rank, text) for rank, text in enumerate(told.result()) if text]
+            except GradwireError as found:
+                error = error or found
+                continue
+            if others and error is None:
+                (rank, text), *_ = others
+                error = TransportError(f"rank {comm.ranks[rank]} has not met: {text}")
+                meeting.prepared &= comm is not between  # nobody applies it
         if error is not None:
             raise error
 
@@ -364,7 +399,7 @@ class OuterSteps(Reductions):
                     self.met, self._meeting = self.met + 1, None
                 for fragment in self.fragments:
                     fragment.mix(0.0)
-                    self._replica.spread(fragment.every)
+                    self.replica.spread(fragment.every)
 
         return load
 
@@ -387,6 +422,10 @@ class OuterSteps(Reductions):
         try:
             self.finish()
         finally:
-            self._hook.remove()
-            super().remove()
-            self.close()
+            self.halt()
+
+    def halt(self) -> None:
+        """Count no steps any more."""
+        self._hook.remove()
+        super().remove()
+        self.close()
