@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from replicas import F64, net, reference, sgd, train, weights_of
-from test_outer import NAMES, close
+from test_outer import NAMES, close, of_several
+from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire as gw
 from ranks import as_processes, caught, on
@@ -147,6 +148,30 @@ def test_a_replica_joins(rank: int, codec: str) -> None:
     train(model, optimizer, rank, range(7, 16))
     assert len({*told(outer._reductions.fingerprint())}) == 1
     assert outer.stats()["rounds"] == 4
+
+
+@on(4, "ddp", "fsdp2")
+def test_a_replica_of_several_ranks_joins(rank: int, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+    alone = [dist.new_group([one]) for one in range(4)][rank]
+    replica = rank // 2
+    model = of_several(kind, mesh["ranks"], seed=replica)
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="qsgd:bits=4", group=alone, **HOW)
+    train(model, optimizer, replica, range(6 if replica == 0 else 1))
+    theta = outer.outer_weights()
+    outer.recover(mesh["replicas"])
+    between = mesh["replicas"].get_group()
+    for name, values in outer.outer_weights().items():
+        dist.broadcast(theta[name], rank % 2, group=between)
+        assert torch.equal(values, theta[name])
+    whole = [p.full_tensor() if kind == "fsdp2" else p for p in model.parameters()]
+    sums = told(float(torch.cat([p.detach().flatten() for p in whole]).double().sum()))
+    assert sums[0] == sums[1]
+    assert sums[2] == sums[3]
+    train(model, optimizer, replica, range(6, 16))
+    numbers = told(outer._reductions.fingerprint())
+    assert numbers[:2] == numbers[2:]
 
 
 def told(value: Any) -> list[Any]:

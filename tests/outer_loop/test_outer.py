@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from replicas import net, reference, sgd, train, weights_of
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,16 +139,20 @@ def test_a_replica_that_joins_begins_where_all_met(rank: int) -> None:
         assert torch.equal(alone.get_parameter(name).detach(), values)
 
 
+def of_several(kind: str, ranks: DeviceMesh, seed: int = 0) -> Any:
+    """A replica of several ranks."""
+    model = net(seed)
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=ranks.get_group())
+    for layer in model.layers:
+        fully_shard(layer, mesh=ranks)
+    return fully_shard(model, mesh=ranks)
+
+
 @on(4, "ddp", "fsdp2")
 def test_ranks_of_a_replica_share_the_work(rank: int, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
-    model: Any = net()
-    if kind == "ddp":
-        model = DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
-    else:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["ranks"])
-        fully_shard(model, mesh=mesh["ranks"])
+    model = of_several(kind, mesh["ranks"])
     optimizer = sgd(model)
     how = {"every": 4, "lr": 0.8, "momentum": 0.5, "fragments": 2, "delay": 1, "mix": 0.5}
     outer = gw.outer(model, optimizer, codec="none", group=mesh["replicas"], **how)

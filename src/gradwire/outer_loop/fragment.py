@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gradwire.aggregators import Attached
-from gradwire.errors import ConfigError
 from gradwire.outer_loop.homes import Home
 
 KEPT = ("theta", "velocity")
@@ -82,29 +81,12 @@ class Fragment:
     def fingerprint(self) -> int:
         """A number of the outer weights and their momentum, equal where all their bits are."""
         found = 0
-        for kept in KEPT:
-            for tensor in getattr(self, kept).values():
-                found = zlib.crc32(
-                    tensor.cpu().numpy().data.cast("B") if tensor.numel() else b"", found
-                )
+        for key in KEPT:
+            for tensor in getattr(self, key).values():
+                values = tensor.cpu().numpy()
+                found = zlib.crc32(values.data.cast("B") if values.size else b"", found)
         return found
 
-    def save(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {kept: {**getattr(self, kept)} for kept in KEPT}
-
-    def check(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Raise ConfigError unless `load` can load it."""
-        for kept in KEPT:
-            for name, tensor in getattr(self, kept).items():
-                there = saved.get(kept, {}).get(name) if isinstance(saved, Mapping) else None
-                fits = isinstance(there, torch.Tensor) and there.shape == tensor.shape
-                if not fits or there.dtype != tensor.dtype:  # type: ignore[union-attr]
-                    raise ConfigError(
-                        f"load_state_dict: the outer {kept} of {name} is not a tensor of "
-                        f"{tuple(tensor.shape)} x {tensor.dtype}: load a state of this model"
-                    )
-
-    def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        for kept in KEPT:
-            for name, tensor in getattr(self, kept).items():
-                tensor.copy_(saved[kept][name])
+    def kept(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What a state has of each weight: outer weights and momentum, by name."""
+        return {name: {key: getattr(self, key)[name] for key in KEPT} for name in self.theta}

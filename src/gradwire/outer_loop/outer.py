@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.aggregators import Aggregator, registry
+from gradwire.aggregators import registry
 from gradwire.aggregators.registry import OPTIONS, Method
 from gradwire.codecs import Cast
 from gradwire.collectives import Options
 from gradwire.collectives.calling import options_of
-from gradwire.collectives.functional import broadcast
 from gradwire.engine import Communicator, GroupInfo
 from gradwire.errors import ConfigError, check_keywords
 from gradwire.groups import communicator
@@ -25,13 +24,12 @@ from gradwire.handles.bias import warn_of_bias
 from gradwire.handles.handle import Handle
 from gradwire.handles.uncompiled import available
 from gradwire.outer_loop.fragment import Fragment
-from gradwire.outer_loop.homes import Home, Replica, deal, fragments_of, replica_of
+from gradwire.outer_loop.homes import Replica, deal, fragments_of, replica_of
 from gradwire.outer_loop.regroup import regroup
 from gradwire.outer_loop.settings import OuterSettings, settings_of
 from gradwire.outer_loop.steps import OuterSteps
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.plan import ParameterPlan
-from gradwire.planner.rules import exactly, matches
 from gradwire.state.formats import StateGather
 from gradwire.state.state import members_of
 
@@ -121,7 +119,9 @@ def outer(
     parts = fragments_of(names, settings.every, settings.fragments)
     settings = settings.divided(len(parts))
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
-    rules = _with_small(methods.rules(), replica.homes)
+    rules = methods.rules()
+    if rules.default != registry.get(None):
+        rules = replace(rules, plain=registry.get("bf16"), smallest=SMALL)
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
     chosen = options_of(options)
     seed = chosen.seed or 0
@@ -152,7 +152,7 @@ def _steps(
     """
 
     def planned(rules: Rules, options: Options = options, version: int = version) -> Plan:
-        return _plan(replica, rules, settings, comm.world_size, options, version, device)
+        return _plan(replica, rules, settings, comm.world_size, options, version)
 
     def remade(plan: Plan, rules: Rules) -> Plan:
         return planned(rules, plan.options, plan.version)
@@ -165,13 +165,15 @@ def _steps(
     owner = comm.owner(comm.handle_name(model, f"outer weights from {first}"))
     members = members_of(plan, seed, comm.rank, comm.handles)
     if before is None:
-        _begin_alike(replica, comm)
         made = [Fragment(every, members, device) for every in deal(replica.every, parts)]
     else:
         made = [fragment.among(members) for fragment in before.fragments]
     inside = None if replica.inside is None else communicator(replica.inside)
-    of = settings, made, replica, inside, optimizer, remade
-    return OuterSteps(plan, members, owner, *of)
+    steps = OuterSteps(plan, members, owner, settings, made, replica, inside, optimizer, remade)
+    if before is None:
+        steps.take(comm, 0, ["theta"])
+        steps.follow()
+    return steps
 
 
 class Outer(Handle):
@@ -276,22 +278,6 @@ def _group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | 
     return given
 
 
-def _with_small(rules: Rules, homes: Sequence[Home]) -> Rules:
-    """Rules in which small weights travel in bf16, unless the user's name them."""
-    small = [
-        home.name
-        for home in homes
-        if (home.parameter.dim() < 2 or home.parameter.numel() < SMALL)
-        and home.parameter.dtype.itemsize > 2
-        and not any(matches((home.name,), pattern) for pattern in (*rules.include, *rules.exclude))
-    ]
-    if rules.default == registry.get(None):
-        return rules
-    in_bf16 = registry.get("bf16")
-    extra: list[tuple[str, Aggregator]] = [(exactly(name), in_bf16) for name in small]
-    return replace(rules, overrides=(*rules.overrides, *extra))
-
-
 def _plan(
     replica: Replica,
     rules: Rules,
@@ -299,7 +285,6 @@ def _plan(
     ranks: int,
     options: Options,
     version: int,
-    device: torch.device,
 ) -> Plan:
     """The plan of differences, which are fp32; with residuals as settings say.
 
@@ -328,15 +313,3 @@ def _is_biased(p: ParameterPlan) -> bool:
     """Whether what a method leaves out needs a residual; what 16 bits round off does not."""
     lossy = p.codec is not None and p.codec.biased and not isinstance(p.codec, Cast)
     return lossy or p.inner.needs_feedback
-
-
-def _begin_alike(replica: Replica, comm: Communicator) -> None:
-    """Make the weights of all replicas those of the first."""
-    if comm.world_size == 1:
-        return
-    for home in replica.homes:
-        rows = home.rows()
-        values = rows.contiguous()
-        broadcast(values, 0, group=comm)
-        rows.copy_(values)
-    replica.spread(replica.every)

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from gradwire.collectives.functional import broadcast
 from gradwire.engine import Communicator, ranks_of
 from gradwire.errors import GradwireError
-from gradwire.outer_loop.fragment import KEPT
 from gradwire.outer_loop.steps import OuterSteps
 
 
@@ -46,14 +44,12 @@ def regroup(
     *_, before.lr, before.momentum, seed = facts[source]
     behind = [[of, number] != facts[source][:3:2] for of, _, number, *_ in facts]
     if any(behind):
-        _follow(before, comm, source)
+        before.take(comm, source)
     plan = before.plan
     after = make(plan.rules, plan.options, seed, comm, before, version)
     begins = any(ranks_of(inside, "outer").tell("behind", behind[comm.rank]).result())
     if begins:
-        for fragment in after.fragments:
-            fragment.mix(0.0)
-            before.replica.spread(fragment.every)
+        after.follow()
     _carry(before, after, step, begins, any(behind))
     before.halt()
     after.met, after.taken, after.lr, after.momentum = max(met), taken, before.lr, before.momentum
@@ -64,14 +60,6 @@ def regroup(
     if missed:
         after.meet(max(missed))
     return after, seed
-
-
-def _follow(steps: OuterSteps, comm: Communicator, source: int) -> None:
-    """Take the outer weights and momentum of a rank."""
-    for fragment in steps.fragments:
-        for kept in KEPT:
-            for tensor in getattr(fragment, kept).values():
-                broadcast(tensor, source, group=comm)
 
 
 def _carry(before: OuterSteps, after: OuterSteps, step: int, begins: bool, joined: bool) -> None:

@@ -20,6 +20,7 @@ import torch
 from gradwire.aggregators import OWED, Attached, Observation, Rounds
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, ScopeProgram
+from gradwire.collectives.functional import broadcast
 from gradwire.control import PendingResult
 from gradwire.engine import Communicator, Outcome, Owner, ranks_of
 from gradwire.errors import ConfigError, GradwireError, TransportError, again
@@ -287,6 +288,19 @@ class OuterSteps(Reductions):
         if error is not None:
             raise error
 
+    def take(self, comm: Communicator, source: int, keys: Sequence[str] = KEPT) -> None:
+        """Take what a rank of a group keeps of the outer weights. Collective."""
+        for fragment in self.fragments if comm.world_size > 1 else ():
+            for kept in fragment.kept().values():
+                for key in keys:
+                    broadcast(kept[key], source, group=comm)
+
+    def follow(self) -> None:
+        """Go on from the outer weights."""
+        for fragment in self.fragments:
+            fragment.mix(0.0)
+            self.replica.spread(fragment.every)
+
     # ---- plans
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:
@@ -350,15 +364,13 @@ class OuterSteps(Reductions):
     def sections(self) -> list[StateSection]:
         return [StateSection(self._saved, self._loading, ("outer/steps", "outer/met"))]
 
+    def _kept(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {name: one for fragment in self.fragments for name, one in fragment.kept().items()}
+
     def _saved(self) -> dict[str, Any]:
-        fragments = [fragment.save() for fragment in self.fragments]
-        named = {
-            name: {key: one[key][name] for key in one} for one in fragments for name in one["theta"]
-        }
         of = {"every": self.settings.every, "fragments": len(self.fragments)}
         step = {"lr": self.lr, "momentum": self.momentum}
-        counts = {"steps": self.taken, "met": self.met}
-        found = {**of, **step, **counts, "weights": named}
+        found = {**of, **step, "steps": self.taken, "met": self.met, "weights": self._kept()}
         meeting = self._meeting
         if meeting is not None:  # its averages are there
             names = [member.name for member in meeting.fragment.members]
@@ -378,28 +390,26 @@ class OuterSteps(Reductions):
                     f"load_state_dict: the state is of {name}={saved[name]}, and this is "
                     f"{name}={value}: give gw.outer what it had"
                 )
-        weights = saved["weights"]
-        of = [
-            {key: {n: weights[n][key] for n in f.theta if n in weights} for key in KEPT}
-            for f in self.fragments
-        ]
-        for fragment, found in zip(self.fragments, of, strict=True):
-            fragment.check(found)
-        joins = job.own is None
+        pairs = []
+        for name, kept in self._kept().items():
+            for key, tensor in kept.items():
+                there = saved["weights"].get(name, {}).get(key)
+                if getattr(there, "shape", None) != tensor.shape or there.dtype != tensor.dtype:
+                    raise ConfigError(
+                        f"load_state_dict: the outer {key} of {name} is not a tensor of "
+                        f"{tuple(tensor.shape)} x {tensor.dtype}: load a state of this model"
+                    )
+                pairs.append((tensor, there))
 
         def load() -> None:
             self.taken, self.met = saved["steps"], saved["met"]
             self.lr, self.momentum = saved["lr"], saved["momentum"]
-            for fragment, found in zip(self.fragments, of, strict=True):
-                fragment.load(found)
-            self._meeting = meeting = self._resumed(saved)
-            if joins:  # a replica that was not there begins where all of them met
-                if meeting is not None:
-                    meeting.fragment.step(meeting.values, *meeting.by)
-                    self.met, self._meeting = self.met + 1, None
-                for fragment in self.fragments:
-                    fragment.mix(0.0)
-                    self.replica.spread(fragment.every)
+            for tensor, there in pairs:
+                tensor.copy_(there)
+            self._meeting = self._resumed(saved)
+            if job.own is None:  # a replica that was not there begins where all of them met
+                self.decide(apply=True)
+                self.follow()
 
         return load
 

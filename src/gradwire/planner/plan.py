@@ -184,7 +184,7 @@ def make_plan(
     planned = []
     refusals: dict[Aggregator, list[str | None]] = {}  # of matrices, by the default aggregator
     for number, (parameter, known) in enumerate(names.items()):
-        chosen, rule = rules.choose(tuple(known), parameter.dim())
+        chosen, rule = rules.choose(tuple(known), parameter.shape)
         if parameter.dtype not in FLOATS and chosen != Dense():
             if rule:
                 raise _no_codec(rule, known[0], parameter)

@@ -5,12 +5,13 @@ The first match wins (CGX 4.1's layer filters):
   2. `exclude`: name patterns of parameters that are sent uncompressed;
   3. `include`: name patterns of parameters that are compressed, whatever their shape;
   4. parameters of fewer than two dimensions (biases, norms) are sent uncompressed, since they are
-     small and sensitive;
+     small and sensitive; in outer synchronisation small matrices, too, and all of them in bf16;
   5. all others use the default.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ class Rules:
         include, exclude: patterns.
         overrides: (pattern, aggregator) of rule 1.
         feedback: whether error feedback applies to all compressed parameters.
+        plain: the aggregator of rule 4.
+        smallest: values of a matrix to which rule 4 does not apply.
         uncompiled: why some rank has no compiled kernels, if codecs are replaced therefore.
     """
 
@@ -45,6 +48,8 @@ class Rules:
     exclude: tuple[str, ...] = ()
     overrides: tuple[tuple[str, Aggregator], ...] = ()
     feedback: bool = False
+    plain: Aggregator = _DENSE
+    smallest: int = 0
     uncompiled: str = ""
 
     def changed(self, options: Mapping[str, Any] | None = None, **arguments: Any) -> Rules:
@@ -87,7 +92,7 @@ class Rules:
         check_patterns("exclude", self.exclude, known)
         check_patterns("codecs", (pattern for pattern, _ in self.overrides), known)
 
-    def choose(self, names: tuple[str, ...], dimensions: int) -> tuple[Aggregator, str]:
+    def choose(self, names: tuple[str, ...], shape: Sequence[int]) -> tuple[Aggregator, str]:
         """(the aggregator of a parameter, the argument that selects it or "" for rules 2, 4 and 5).
 
         Args:
@@ -101,7 +106,8 @@ class Rules:
         for pattern in self.include:
             if matches(names, pattern):
                 return self.default, f"include: the pattern {pattern!r}"
-        return (self.default if dimensions >= 2 else _DENSE), ""
+        is_small = len(shape) < 2 or math.prod(shape) < self.smallest
+        return (self.plain if is_small else self.default), ""
 
     def available(self, chosen: Aggregator, dtype: torch.dtype) -> Aggregator:
         """`chosen`; or, if its kernels would be interpreted, what averages a parameter of this
