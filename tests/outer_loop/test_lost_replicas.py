@@ -142,6 +142,9 @@ def test_a_replica_joins(rank: int, codec: str) -> None:
         assert torch.equal(values, theta[name])
         expected = values if rank == 2 else own[name]
         assert torch.equal(model.get_parameter(name).detach(), expected)
+    # What all ranks have alike begins anew.
+    states = [{*m.state} - {"residual", "owed"} for m in outer._members.values()]
+    assert not any(told(any(states)))
     for name, kept in residuals.items():
         if rank < 2:
             assert torch.equal(outer._members[name].state["residual"], kept)
