@@ -45,6 +45,7 @@ def outer(
     codec: Method = None,
     lr: float | None = None,
     momentum: float | None = None,
+    rule: str | None = None,
     residual: float | None = None,
     fragments: int | None = None,
     delay: int | None = None,
@@ -76,9 +77,10 @@ def outer(
         model: a plain module, each rank of `group` a replica; or a replica of several ranks: a DDP
             module, or one that FSDP2 shards, over those ranks. Buffers stay each replica's own.
         optimizer: whose steps are counted; steps that a GradScaler skips are not.
-        preset: "diloco", "streaming", "muloco" (its outer half: Muon is yours), "sparseloco" or
-            "average"; None: the defaults of `OuterSettings`. The arguments that follow change it.
-        every, codec, lr, momentum, residual, fragments, delay, mix: see `OuterSettings`
+        preset: "diloco", "streaming", "muloco" (its outer half: Muon is yours), "sparseloco",
+            "demo" (for torch.optim.SGD) or "average"; None: the defaults of `OuterSettings`. The
+            arguments that follow change it.
+        every, codec, lr, momentum, rule, residual, fragments, delay, mix: see `OuterSettings`
             (docs/how-to/outer.md); None: as the preset has it. codec="none" sends fp32.
         group: the ranks at the same place of every replica; of a plain module None is the default
             group. Of a replica of several ranks it is one dimension of a mesh.
@@ -109,8 +111,8 @@ def outer(
             "model's parameters: give that which steps them"
         )
     given = {
-        "every": every, "codec": codec, "lr": lr, "momentum": momentum, "residual": residual,
-        "fragments": fragments, "delay": delay, "mix": mix,
+        "every": every, "codec": codec, "lr": lr, "momentum": momentum, "rule": rule,
+        "residual": residual, "fragments": fragments, "delay": delay, "mix": mix,
     }  # fmt: skip
     settings = settings_of(preset, given)
     between = _group(group)
@@ -137,7 +139,7 @@ def outer(
     owner = comm.owner(comm.handle_name(model, f"outer weights from {names[0]}"))
     members = members_of(plan, seed, comm.rank, comm.handles)
     _begin_alike(replica, between)
-    made = [Fragment(every, members, device) for every in deal(replica.every, parts)]
+    made = [Fragment(one, members, device, settings.rule) for one in deal(replica.every, parts)]
     inside = None if replica.inside is None else communicator(replica.inside)
     of = settings, made, replica, inside, optimizer, remade
     steps = OuterSteps(plan, members, owner, *of)

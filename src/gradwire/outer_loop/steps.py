@@ -33,7 +33,8 @@ from gradwire.planner import Plan, Rules
 from gradwire.state.state import SavedJob, StateSection
 from gradwire.waiting import until_set
 
-_SAVED = {"every", "fragments", "lr", "momentum", "steps", "met", "weights"}
+_SAVED = {"every", "fragments", "rule", "lr", "momentum", "steps", "met", "weights"}
+_FIXED = ("every", "fragments", "rule")  # a state is loaded where these are as they were
 
 
 @dataclass(eq=False)
@@ -296,7 +297,7 @@ class OuterSteps(Reductions):
         )
         late = f", {of.delay} late, mix {of.mix:g}" if of.delay or of.mix else ""
         return [
-            f"{every}{late}; outer step lr={self.lr:g}, momentum={self.momentum:g}",
+            f"{every}{late}; outer step {of.rule}, lr={self.lr:g}, momentum={self.momentum:g}",
             f"{facts['rounds']:g} rounds in {self.taken} steps",
             f"{facts['hidden_seconds']:.3g} s hidden, {waited:.3g} s waited for",
             f"drift {facts['drift']:.3g}; outer weights {self.fingerprint():08x}",
@@ -320,7 +321,7 @@ class OuterSteps(Reductions):
         named = {
             name: {key: one[key][name] for key in one} for one in fragments for name in one["theta"]
         }
-        of = {"every": self.settings.every, "fragments": len(self.fragments)}
+        of = {name: getattr(self.settings, name) for name in _FIXED}
         step = {"lr": self.lr, "momentum": self.momentum}
         counts = {"steps": self.taken, "met": self.met}
         found = {**of, **step, **counts, "weights": named}
@@ -337,8 +338,8 @@ class OuterSteps(Reductions):
             raise ConfigError(
                 "load_state_dict: the state is not of gw.outer: it has no outer weights"
             )
-        for name, value in (("every", self.settings.every), ("fragments", len(self.fragments))):
-            if saved[name] != value:
+        for name in _FIXED:
+            if saved[name] != (value := getattr(self.settings, name)):
                 raise ConfigError(
                     f"load_state_dict: the state is of {name}={saved[name]}, and this is "
                     f"{name}={value}: give gw.outer what it had"
