@@ -50,8 +50,8 @@ def test_what_has_gone_says_what_to_write() -> None:
     gone = {
         "AdaComp", "Cast", "DGC", "ErrorFeedback", "Float8", "GlobalTopK", "GradDrop",
         "HardThreshold", "Identity", "LGreco", "LearnedLevels", "LowRank", "MSTopK", "OneBit",
-        "Probe", "RandomK", "RandomShift", "Rotated", "Saturating", "TBQ", "TernGrad", "ThreeLC",
-        "SparseLoCo", "Triggers", "load_state_dict", "state_dict",
+        "Probe", "Radial", "RandomK", "RandomShift", "Rotated", "Saturating", "TBQ", "TernGrad",
+        "ThreeLC", "SparseLoCo", "Triggers", "load_state_dict", "state_dict",
     }  # fmt: skip
     for name in gone:
         with pytest.raises(

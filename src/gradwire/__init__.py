@@ -102,6 +102,7 @@ _RENAMED = {
     "ErrorFeedback": "gw.aggregators.ErrorFeedback",
     "GlobalTopK": "gw.aggregators.GlobalTopK",
     "LGreco": 'gw.controllers.LGreco  # or its name, "lgreco"',
+    "Radial": "gw.aggregators.Radial",
     "SparseLoCo": "gw.aggregators.SparseLoCo",
     "Probe": "from gradwire.planner.probe import Probe",
     "Triggers": "gw.flexible.Triggers",

@@ -18,10 +18,12 @@ from gradwire.aggregators import (
     GlobalTopK,
     LWTopK,
     PowerSGD,
+    Radial,
     SparseLoCo,
     TopKC,
     selection,
 )
+from gradwire.codecs import QSGD
 from gradwire.engine import HEADER_BYTES
 from gradwire.lang import layout
 from products import exhaustive
@@ -78,11 +80,21 @@ def of_topkc(made: TopKC, ranks: int, *numels: int) -> Found:
 
 
 def of_sparseloco(made: SparseLoCo, ranks: int, *numels: int) -> Found:
-    """Codes of 2 bits and positions of 8: 10 bits per value that is kept; five numbers."""
+    """Codes of 2 bits and positions of 8: 10 bits per value that is kept; five numbers. Of 16 bits
+    and positions of 9: 25 bits; one number."""
     (numel,) = numels
-    nbytes = numel // made.chunk * made.keep * 10 // 8 + 20
+    width, numbers = (10, 5) if made.bits == 2 else (25, 1)
+    nbytes = numel // made.chunk * made.keep * width // 8 + 4 * numbers
     padded = -(-nbytes // 16) * 16 + HEADER_BYTES
     return nbytes, [(ranks * (ranks - 1) * (nbytes + HEADER_BYTES), ranks * (ranks - 1) * padded)]
+
+
+def of_radial(made: Radial, ranks: int, *numels: int) -> Found:
+    """All values of all ranks."""
+    nbytes = sum(layout(made.codec).nbytes(n) for n in numels)
+    padded = sum(-(-layout(made.codec).nbytes(n) // 16) * 16 for n in numels)
+    pairs = ranks * (ranks - 1)
+    return nbytes, [(pairs * (nbytes + HEADER_BYTES), pairs * (padded + HEADER_BYTES))]
 
 
 ONE, SEVERAL = [(60, 80)], [(60, 80), (33,), (9, 9)]
@@ -94,6 +106,9 @@ CASES: list[tuple[Callable[..., Found], Any, int, list[Any]]] = [
     (of_lwtopk, LWTopK(0.02), 3, SEVERAL),
     (of_globaltopk, GlobalTopK(0.02), 2, [(64, 96), (2048,)]),
     (of_sparseloco, SparseLoCo(), 3, [(256, 1024)]),
+    (of_sparseloco, SparseLoCo(keep=32, bits=16, transform="dct"), 2, [(256, 1024)]),
+    (of_radial, Radial(), 3, SEVERAL),
+    (of_radial, Radial(QSGD(bits=4)), 2, ONE),
     (of_thc, THC(5, 4, chunk=256), 3, [(160, 1024)]),
     (of_topkc, TopKC(0.5, None, "fp16", scope="layer"), 2, LARGE),
     (of_topkc, TopKC(2, None, "bf16", scope="layer"), 3, LARGE),

@@ -27,12 +27,14 @@ from gradwire.aggregators import (
     LWTopK,
     Observation,
     PowerSGD,
+    Radial,
     SparseLoCo,
     StateSpec,
     Steps,
     TopKC,
 )
-from gradwire.codecs import QSGD, HardThreshold, MSTopK, OneBit, RandomK, TernGrad, TopK
+from gradwire.aggregators.radial import norms_of
+from gradwire.codecs import QSGD, Cast, HardThreshold, MSTopK, OneBit, RandomK, TernGrad, TopK
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
 from products import EXHAUSTIVE, one_in
@@ -122,6 +124,9 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "dgc": (DeepGradientCompression(0.05, momentum=0, warmup=2),),
     "dgc with momentum": (DeepGradientCompression(0.05),),
     "sparseloco": (SparseLoCo(keep=6, chunk=64, mean="ranks", clip=False),),
+    "sparseloco of coefficients": (
+        SparseLoCo(keep=6, chunk=64, bits=16, mean="ranks", clip=False, transform="dct"),
+    ),
     "drawn": (Drawn(),),
     "mixed": (
         PowerSGD(1),
@@ -309,6 +314,62 @@ def check_bucketing(
             torch.testing.assert_close(gradient + before[i], sent + after[i], rtol=1e-5, atol=1e-5)
             sent_parts.append(sent)
     return sent_parts
+
+
+NO_MEANS = {  # averages that are no means of what is sent
+    "radial": Radial(),
+    "radial of 2 bits": Radial(QSGD(bits=2)),
+    "radial of a few": Radial(TopK(0.05)),
+    "sparseloco by senders": SparseLoCo(keep=6, chunk=64),
+    "demo": SparseLoCo(keep=3, chunk=64, bits=16, clip=False, transform="dct"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MEANS)
+def test_of_averages_that_are_no_means_each_rank_keeps_what_it_does_not_send(case: str) -> None:
+    """Law 1, law 4, and an observer's values; and law 8, in `check_bucketing`."""
+
+    def body(comm: Communicator) -> Rows:
+        aggregators = [fed(NO_MEANS[case])] * len(SHAPES)
+        rows = rows_of(comm, aggregators, lambda step: drawn(SHAPES, comm.rank, step), 3, bad=True)
+        check_bucketing(comm, case, aggregators, rows)
+        return rows
+
+    found = as_threads(3, body)
+    for step, (_, _, averages, _) in enumerate(found[0]):
+        for mine in found[1:]:
+            assert all(map(torch.equal, averages, mine[step][2]))
+    assert any(kept.any() for kept in found[0][-1][3])
+
+
+def test_a_radial_merge_without_directions() -> None:
+    """Of zeros, and of what cancels out; the others' direction counts alone."""
+    shapes: list[Shape] = [(40, 30), (40, 30), (40, 30)]
+
+    def body(comm: Communicator) -> Tensors:
+        given = [torch.zeros(shapes[0]), drawn(shapes, 0, 0)[0], drawn(shapes, 0, 0)[0]]
+        given[1] *= (1, -1, 0)[comm.rank]
+        given[2] *= (1, 0, 3)[comm.rank]
+        return Parameters(comm, shapes, Radial(Cast("bf16"))).average(given)
+
+    nothing, opposed, alike = as_threads(3, body)[1]
+    assert not nothing.any()
+    assert not opposed.any()
+    one = drawn(shapes, 0, 0)[0].bfloat16().float()
+    torch.testing.assert_close(alike, one * 4 / 3, rtol=1e-2, atol=1e-4)
+
+
+def test_norms_have_the_same_bits_with_any_number_of_threads() -> None:
+    values, before = torch.randn(3, 1_000_003), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(norms_of(values))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0].double(), values.double().norm(dim=1), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float16]))

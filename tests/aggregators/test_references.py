@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_dct import matrix, tiles_of
 
 from averaging import Shape, averaged, drawn, fed
 from gradwire.aggregators import (
@@ -20,6 +21,7 @@ from gradwire.aggregators import (
     GlobalTopK,
     LWTopK,
     PowerSGD,
+    Radial,
     SparseLoCo,
     TopKC,
     registry,
@@ -309,51 +311,96 @@ def rotation(numel: int, how: str, chunk: int, signs: torch.Tensor) -> torch.Ten
 
 
 class OfSparseLoCo(Reference):
-    """2508.15706: the largest of each chunk, in bins around the mean of all that are kept."""
+    """2508.15706: the largest of each chunk, in bins around the mean of all that are kept, or in
+    bf16; of coefficients (DeMo, 2411.19870), too. What is sent, and where, are chunks."""
+
+    # Not of one value: its coefficients are equal in pairs, of which either may be sent.
+    shapes: list[Shape] = [  # noqa: RUF012
+        *((20, 30), (2,), (7,), (3, 4, 5), (1000,), (20, 30), (0,), (64, 8)),
+    ]
+    close = 2.0, 3e-6
 
     def sent(self, step: int, fed: Every, before: Mapping[str, Every]) -> Every:
         self.places: list[Tensors] = []
         found = []
         for mine in fed:
-            pairs = [self._of(values) for values in mine]
-            found.append([values for values, _ in pairs])
+            pairs = [self._of(*one) for one in zip(mine, self.shapes, strict=True)]
+            found.append([rows for rows, _ in pairs])
             self.places.append([at for _, at in pairs])
-        return found
+        self.rows = found
+        return [
+            [self._values(*one) for one in zip(mine, self.shapes, strict=True)] for mine in found
+        ]
 
-    def _of(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of(self, values: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         made, numel = self.made, len(values)
         if not numel:
             return values, values
-        rows = torch.nn.functional.pad(values, (0, -numel % made.chunk)).view(-1, made.chunk)
+        if made.transform == "dct":
+            m = matrix(math.isqrt(made.chunk))
+            rows = (m @ tiles_of(values, shape, len(m)) @ m.T).flatten(1)
+        else:
+            rows = torch.nn.functional.pad(values, (0, -numel % made.chunk)).view(-1, made.chunk)
         at = rows.abs().topk(made.keep, 1).indices
         kept, many = rows.gather(1, at), 2**made.bits
-        low = kept.mean() - 3 * kept.std(correction=0)
-        width = 6 * kept.std(correction=0) / many
-        bins = ((kept - low) / width).floor().clamp(0, many - 1)
         coded = torch.zeros_like(kept)
-        for one in bins.unique():
-            coded[bins == one] = kept[bins == one].mean()
+        if made.bits == 16:
+            coded = kept.bfloat16().double()
+        else:
+            low = kept.mean() - 3 * kept.std(correction=0)
+            width = 6 * kept.std(correction=0) / many
+            bins = ((kept - low) / width).floor().clamp(0, many - 1)
+            for one in bins.unique():
+                coded[bins == one] = kept[bins == one].mean()
         zeros = torch.zeros_like(rows)
-        sent, places = zeros.scatter(1, at, coded), zeros.scatter(1, at, 1.0)
-        return sent.view(-1)[:numel], places.view(-1)[:numel]
+        return zeros.scatter(1, at, coded), zeros.scatter(1, at, 1.0)
+
+    def _values(self, rows: torch.Tensor, shape: Shape) -> torch.Tensor:
+        numel, side = math.prod(shape), math.isqrt(self.made.chunk)
+        if self.made.transform == "none" or not numel:
+            return rows.view(-1)[:numel]
+        m = matrix(side)
+        tiles = m.T @ rows.view(-1, side, side) @ m
+        if len(shape) == 2 and shape[0] % side == shape[1] % side == 0:
+            tiles = torch.cat([torch.cat([*row], 1) for row in tiles.split(shape[1] // side)])
+        return tiles.reshape(-1)[:numel]
 
     def averages(self, sent: Every) -> Tensors:
         found = []
-        for of, at in zip(zip(*sent, strict=True), zip(*self.places, strict=True), strict=True):
+        of_all = zip(zip(*self.rows, strict=True), zip(*self.places, strict=True), strict=True)
+        for shape, (of, at) in zip(self.shapes, of_all, strict=True):
             norms = torch.stack([self._norm(one) for one in of])
             most = norms.median() if self.made.clip else norms.max()
             total = sum(v * min(1.0, float(most / n)) for v, n in zip(of, norms, strict=True))
             many = sum(at).clamp(min=1) if self.made.mean == "senders" else self.ranks
-            found.append(total / many)
+            found.append(self._values(total / many, shape))
         return found
 
     def _norm(self, values: torch.Tensor) -> torch.Tensor:
         return values.norm().clamp(min=1e-30)
 
 
+class OfRadial(Reference):
+    """2604.21428 with equal weights: the mean length, in the direction of the mean direction."""
+
+    close = 1.0, 2e-6
+
+    def sent(self, step: int, fed: Every, before: Mapping[str, Every]) -> Every:
+        return [[values.bfloat16().double() for values in mine] for mine in fed]
+
+    def averages(self, sent: Every) -> Tensors:
+        found = []
+        for of in zip(*sent, strict=True):
+            norms = [float(one.norm()) for one in of]
+            total = sum((one / n for one, n in zip(of, norms, strict=True) if n), of[0] * 0)
+            found.append(total / total.norm().clamp(min=1e-30) * sum(norms) / len(norms))
+        return found
+
+
 REFERENCES: dict[type[Aggregator], type[Reference]] = {
     ARTopK: OfARTopK, DeepGradientCompression: OfDeep, LWTopK: OfLWTopK, GlobalTopK: OfGlobalTopK,
     TopKC: OfTopKC, PowerSGD: OfPowerSGD, SparseLoCo: OfSparseLoCo, THC: OfTHC,
+    Radial: OfRadial,
 }  # fmt: skip
 CASES = [
     ("artopk:density=0.1:leader=round_robin:scope=layer:values=fp32", 2, FP32),
@@ -377,6 +424,10 @@ CASES = [
     ("sparseloco:keep=5:chunk=64", 3, FP32),
     ("sparseloco:keep=3:chunk=128:bits=3:mean=ranks", 2, BF16),
     ("sparseloco:keep=16:chunk=32:bits=4:clip=false", 5, FP16),
+    ("sparseloco:keep=3:chunk=16:transform=dct", 3, FP32),
+    ("sparseloco:keep=5:chunk=64:bits=16:clip=false:transform=dct", 2, FP16),
+    ("radial", 3, FP32),
+    ("radial", 2, BF16),
     ("powersgd:rank=1", 2, FP32),
     ("powersgd:rank=2:orthogonal=qr", 3, FP16),
     ("powersgd:rank=4", 5, BF16),

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from ranks import on, raises, refuses
-from rooms.outer_loop import OuterSettings, fragments_of
+from rooms.outer_loop import OuterSettings, fragments_of, settings_of
 from training import same_everywhere
 
 pytestmark = pytest.mark.multiprocess
@@ -240,6 +240,21 @@ def test_wrong_arguments_say_what_to_do(rank: int) -> None:
     for other in (3, sgd(net())):
         refuses("no torch.optim.Optimizer of this", lambda other=other: gw.outer(model, other))
     refuses("ranks disagree", lambda: gw.outer(model, optimizer, every=2 + rank))
+
+
+def test_momentum_fits_the_number_of_meetings() -> None:
+    def fitted(rounds: int, preset: str | None = None, **given: Any) -> tuple[float, float]:
+        found = settings_of(preset, given, rounds)
+        return found.lr, found.momentum
+
+    assert fitted(1000, "diloco") == fitted(200) == (0.7, 0.9)  # the papers' runs
+    assert fitted(10) == (1.0, 0.0)  # plain averages
+    assert fitted(30, "muloco") == (0.93, 0.33)
+    assert fitted(30, "streaming", lr=0.5) == (0.5, 0.33)
+    assert fitted(3, "sparseloco") == (1.0, 0.0)
+    with pytest.warns(UserWarning, match=r"over 10 of 30 meetings.*use momentum=0.33"):
+        assert fitted(30, momentum=0.9) == (0.7, 0.9)
+    refuses("outer: rounds=0 must be a whole number", lambda: fitted(0))
 
 
 def test_layers_are_dealt_out_in_turn() -> None:

@@ -3,4 +3,5 @@
 from gradwire.outer_loop.fragment import Fragment as Fragment
 from gradwire.outer_loop.homes import fragments_of as fragments_of
 from gradwire.outer_loop.settings import OuterSettings as OuterSettings
+from gradwire.outer_loop.settings import settings_of as settings_of
 from gradwire.outer_loop.steps import OuterSteps as OuterSteps

@@ -105,7 +105,7 @@ WRONG_METHODS = (
     ("torch-powersgd:rank=4:bucket_mb=1", "torch's PowerSGD needs one bucket"),
     ("torch-fp32:bits=1", "method torch-fp32 has no option 'bits': use one of bucket_mb"),
     ("outer:dilocko:every=3", "preset 'dilocko': did you mean 'diloco'"),
-    ("outer:diloco:every=0", "every=0: give a whole number, 1 or more"),
+    ("outer:diloco:every=0", "outer: every=0 must be at least 1"),
     ("outer:codec=qsgd:bitz=4", "no option 'bitz'"),
     ("truncate:ratio=0.5", "write truncate:ratio=N, with a number of 1 or more"),
     ("truncate:ratio=nan", "write truncate:ratio=N"),

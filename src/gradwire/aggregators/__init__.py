@@ -18,6 +18,7 @@ from gradwire.aggregators.protocol import (
     StateSpec,
     Steps,
 )
+from gradwire.aggregators.radial import Radial
 from gradwire.aggregators.rounds import Rounds
 from gradwire.aggregators.sparseloco import SparseLoCo
 from gradwire.aggregators.thc import THC
@@ -41,6 +42,7 @@ __all__ = [
     "LWTopK",
     "Observation",
     "PowerSGD",
+    "Radial",
     "Rounds",
     "SparseLoCo",
     "StateSpec",

@@ -16,6 +16,7 @@ from gradwire.aggregators.globaltopk import GlobalTopK
 from gradwire.aggregators.lwtopk import LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
+from gradwire.aggregators.radial import Radial
 from gradwire.aggregators.sparseloco import SparseLoCo
 from gradwire.aggregators.thc import THC
 from gradwire.aggregators.topkc import TopKC
@@ -32,6 +33,7 @@ REGISTRY: dict[str, type[Aggregator]] = {
     "lwtopk": LWTopK,
     "globaltopk": GlobalTopK,
     "sparseloco": SparseLoCo,
+    "radial": Radial,
     "dgc": DeepGradientCompression,  # of the same name: the codec inside it
 }
 
@@ -52,7 +54,8 @@ def get(method: Any, **options: Any) -> Aggregator:
     Args:
         method: a `Method`: a name of a codec or of `REGISTRY`, alone or with options
             ("topk:density=0.05", "qsgd:bits=4:block=64"); a Codec; an Aggregator; or None. A
-            codec's name takes `algorithm` and `scope` of `Compressed`, too.
+            codec's name takes `algorithm` and `scope` of `Compressed`, too; "radial" takes its
+            codec's options ("radial:codec=qsgd:bits=4").
         options: with a name.
 
     Raises:
@@ -82,6 +85,8 @@ def get(method: Any, **options: Any) -> Aggregator:
         own = _own_options(options)
         return Compressed(codecs.get(name, **options), **own)
     made = REGISTRY[name]
+    if made is Radial and isinstance(options.get("codec", "bf16"), str):
+        return Radial(codecs.get(str(options.pop("codec", "bf16")), **options))
     _check(made, name, options)
     return made(**options)
 
@@ -92,9 +97,10 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
     Raises:
         ConfigError: it has no such option, or a bad value.
     """
-    if isinstance(aggregator, Compressed):
+    if isinstance(aggregator, Compressed | Radial):
         codec, options = aggregator.codec, dict(options)
-        settled, own = codecs.options(codec), _own_options(options)
+        own = _own_options(options) if isinstance(aggregator, Compressed) else {}
+        settled = codecs.options(codec)
         for option in options:
             if option not in settled:
                 raise ConfigError(

@@ -31,7 +31,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 # The names of gradwire.aggregators.registry, which imports this package: named here for an error.
-_AGGREGATORS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk", "sparseloco")
+_OTHERS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk", "sparseloco", "radial")
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:
@@ -55,7 +55,7 @@ def get(codec: str | Codec, **options: Any) -> Codec:
         check_codec(given, otherwise=f"one of the names {', '.join(REGISTRY)}")
     name, parsed = parse(codec)
     options = merged(codec, parsed, options)
-    if name in _AGGREGATORS:
+    if name in _OTHERS:
         raise ConfigError(f"{name} is an aggregator: it needs gw.attach or gw.register")
     if name == "none":
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Checks of options, with uniform error messages.
 
 What passes is stored as a plain int, float, bool or str, since ranks compare options by their text:
-TopK(1), TopK(1.0) and TopK(np.float64(1)) are the same codec.
+TopK(1), TopK(1.0) and TopK(np.float64(1)) are the same codec. Errors name a class, or its `called`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def integer(
     value = plain(getattr(codec, option))
     if type(value) is not int or value < least or (most is not None and value > most):
         because = f" for {given}={getattr(codec, given)!r}" if given else ""
-        allowed = str(least) if most == least else f"{least} to {most}"
-        if most is None:
-            allowed = f"at least {least}"
+        one = str(least) if most == least else f"{least} to {most}"
+        allowed = f"at least {least}" if most is None else one
         if type(value) is not int:
             allowed = f"a whole number, {allowed}"
         raise _wrong(codec, option, allowed + because)
@@ -105,4 +104,5 @@ def one_of(codec: object, option: str, allowed: Iterable[object]) -> None:
 
 def _wrong(codec: object, option: str, allowed: str) -> ConfigError:
     shown = " ".join(repr(getattr(codec, option)).split())  # of a parameter, two lines
-    return ConfigError(f"{type(codec).__name__}: {option}={shown} must be {allowed}")
+    name = getattr(codec, "called", type(codec).__name__)
+    return ConfigError(f"{name}: {option}={shown} must be {allowed}")

@@ -20,6 +20,7 @@ class Fragment:
         every: its weights, equal on all replicas.
         members: the states, as the engine has them, of those of which this rank has rows, by name.
         device: of what is kept.
+        rule: of the outer step, as in `OuterSettings`.
 
     Attributes:
         homes: those of which this rank has rows.
@@ -29,7 +30,11 @@ class Fragment:
     """
 
     def __init__(
-        self, every: Sequence[Home], members: Mapping[str, Attached], device: torch.device
+        self,
+        every: Sequence[Home],
+        members: Mapping[str, Attached],
+        device: torch.device,
+        rule: str,
     ) -> None:
         self.every = list(every)
         self.homes = [home for home in every if home.name in members]
@@ -39,7 +44,7 @@ class Fragment:
             for home in self.homes
         }
         self.velocity = {name: torch.zeros_like(values) for name, values in self.theta.items()}
-        self.drift = 0.0
+        self.rule, self.drift = rule, 0.0
 
     def among(self, members: Mapping[str, Attached]) -> Fragment:
         """The same, of a handle with other states."""
@@ -64,13 +69,15 @@ class Fragment:
         return found, fault
 
     def step(self, averages: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
-        """Nesterov's step of the outer weights, as torch.optim.SGD has it; replaces `averages`."""
+        """Nesterov's step of the outer weights, as torch.optim.SGD has it, or its sign; replaces
+        `averages`."""
         for home, average in zip(self.homes, averages, strict=True):
             theta, velocity = self.theta[home.name], self.velocity[home.name]
             average = average.view(theta.shape)
             velocity.mul_(momentum).add_(average)
             # Product by product, as every machine rounds it: a fused one may differ in a bit.
-            theta.sub_(average.add_(velocity * momentum).mul_(lr))
+            average.add_(velocity * momentum)
+            theta.sub_((average.sign_() if self.rule == "sign" else average).mul_(lr))
 
     def mix(self, share: float) -> None:
         """Move the model's rows to the outer weights, but for a share of what they are."""

@@ -45,10 +45,12 @@ def outer(
     codec: Method = None,
     lr: float | None = None,
     momentum: float | None = None,
+    rule: str | None = None,
     residual: float | None = None,
     fragments: int | None = None,
     delay: int | None = None,
     mix: float | None = None,
+    rounds: int | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -76,10 +78,13 @@ def outer(
         model: a plain module, each rank of `group` a replica; or a replica of several ranks: a DDP
             module, or one that FSDP2 shards, over those ranks. Buffers stay each replica's own.
         optimizer: whose steps are counted; steps that a GradScaler skips are not.
-        preset: "diloco", "streaming", "muloco" (its outer half: Muon is yours), "sparseloco" or
-            "average"; None: the defaults of `OuterSettings`. The arguments that follow change it.
-        every, codec, lr, momentum, residual, fragments, delay, mix: see `OuterSettings`
+        preset: "diloco", "streaming", "muloco" (its outer half: Muon is yours), "sparseloco",
+            "demo" (for torch.optim.SGD) or "average"; None: the defaults of `OuterSettings`. The
+            arguments that follow change it.
+        every, codec, lr, momentum, rule, residual, fragments, delay, mix: see `OuterSettings`
             (docs/how-to/outer.md); None: as the preset has it. codec="none" sends fp32.
+        rounds: how often the same weights will meet in all, if that is known: where they are few,
+            lr and momentum of the preset are changed to suit.
         group: the ranks at the same place of every replica; of a plain module None is the default
             group. Of a replica of several ranks it is one dimension of a mesh.
         include, exclude, codecs: as for `gw.attach`. Vectors, and weights of fewer than 4096
@@ -109,10 +114,10 @@ def outer(
             "model's parameters: give that which steps them"
         )
     given = {
-        "every": every, "codec": codec, "lr": lr, "momentum": momentum, "residual": residual,
-        "fragments": fragments, "delay": delay, "mix": mix,
+        "every": every, "codec": codec, "lr": lr, "momentum": momentum, "rule": rule,
+        "residual": residual, "fragments": fragments, "delay": delay, "mix": mix,
     }  # fmt: skip
-    settings = settings_of(preset, given)
+    settings = settings_of(preset, given, rounds)
     between = _group(group)
     replica = replica_of(model, between)
     names = [home.name for home in replica.every]
@@ -165,7 +170,8 @@ def _steps(
     owner = comm.owner(comm.handle_name(model, f"outer weights from {first}"))
     members = members_of(plan, seed, comm.rank, comm.handles)
     if before is None:
-        made = [Fragment(every, members, device) for every in deal(replica.every, parts)]
+        every = deal(replica.every, parts)
+        made = [Fragment(one, members, device, settings.rule) for one in every]
     else:
         made = [fragment.among(members) for fragment in before.fragments]
     inside = None if replica.inside is None else communicator(replica.inside)

@@ -2,7 +2,7 @@
 
     Delta = theta - theta_r                   each replica, of the weights that are due
     Delta <- mean over replicas, through a codec, with what it left out before
-    v <- momentum v + Delta;  theta <- theta - lr (Delta + momentum v)
+    v <- momentum v + Delta;  theta <- theta - lr (Delta + momentum v), or its sign
     theta_r <- mix theta_r + (1 - mix) theta
 
 theta are the outer weights, equal on all replicas; theta_r are a replica's own.
@@ -14,10 +14,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from gradwire.aggregators.registry import Method
+from gradwire.codecs import checks
 from gradwire.errors import ConfigError, use_one_of
+from gradwire.handles.bias import warn_user
+
+RULES = ("nesterov", "sign")
+MEETINGS = 20  # for each that a momentum averages over
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class OuterSettings:
         every: optimizer steps from one meeting of the same weights to the next (H).
         codec: through which differences travel, as for `gw.attach`.
         lr, momentum: of the outer step, which is that of torch.optim.SGD with nesterov=True.
+        rule: "nesterov", or "sign": each weight moves by lr, in the direction of that step.
         residual: the share of what the codec left out that is added to the next difference; 0 for
             none. None: 1 for a codec that needs it, else 0.
         fragments: into how many parts of the model, which meet one after the other, every /
@@ -39,25 +45,29 @@ class OuterSettings:
         ConfigError: a number out of range.
     """
 
+    called: ClassVar = "outer"
+
     every: int = 100
     codec: Method = "bf16"
     lr: float = 0.7
     momentum: float = 0.9
+    rule: str = "nesterov"
     residual: float | None = None
     fragments: int | None = 1
     delay: int = 0
     mix: float = 0.0
 
     def __post_init__(self) -> None:
-        _whole("every", self.every, least=1)
-        _whole("delay", self.delay, least=0)
-        _number("lr", self.lr, 0, math.inf, above=True)
-        _number("momentum", self.momentum, 0, 1, below=True)
-        _number("mix", self.mix, 0, 1, below=True)
+        checks.integer(self, "every", 1)
+        checks.integer(self, "delay", 0)
+        checks.number(self, "lr", above=0, below=math.inf)
+        checks.number(self, "momentum", least=0, below=1)
+        checks.one_of(self, "rule", RULES)
+        checks.number(self, "mix", least=0, below=1)
         if self.residual is not None:
-            _number("residual", self.residual, 0, 1)
+            checks.number(self, "residual", least=0, most=1)
         if self.fragments is not None:
-            _whole("fragments", self.fragments, least=1)
+            checks.integer(self, "fragments", 1)
             self._check_division(self.fragments)
 
     def _check_division(self, fragments: int) -> None:
@@ -106,34 +116,41 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "sparseloco": {  # 2508.15706
             "every": 30, "codec": "sparseloco", "lr": 1.0, "momentum": 0.0, "residual": 0.95,
         },
+        "demo": {  # 2411.19870
+            "every": 1, "codec": "sparseloco:keep=32:bits=16:clip=false:transform=dct", "lr": 1e-3,
+            "momentum": 0.0, "rule": "sign", "residual": 0.999,
+        },
         "average": {"every": 30, "lr": 1.0, "momentum": 0.0},  # local SGD: 1805.09767
     }
 )  # fmt: skip
 
 
-def settings_of(preset: str | None, given: Mapping[str, Any]) -> OuterSettings:
-    """The settings of a preset, changed by arguments that are not None."""
+def settings_of(
+    preset: str | None, given: Mapping[str, Any], rounds: int | None = None
+) -> OuterSettings:
+    """The settings of a preset, changed by arguments that are not None.
+
+    Args:
+        rounds: how often the same weights will meet in all. A momentum of mu averages over the last
+            1 / (1 - mu) meetings, which should be few of them: lr and momentum are those between
+            plain averaging and the preset's of which they are a 20th.
+    """
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"outer: preset {preset!r:.60}: {use_one_of(preset, PRESETS)}")
     changed = {name: value for name, value in given.items() if value is not None}
-    return OuterSettings(**{**PRESETS.get(preset or "", {}), **changed})
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"outer: {name}={value!r:.60}: give a whole number, {least} or more")
-
-
-def _number(
-    name: str, value: object, least: float, most: float, above: bool = False, below: bool = False
-) -> None:
-    """Raise ConfigError unless it is a number from least to most; above, below: not these."""
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (
-        real
-        and (value > least if above else value >= least)  # type: ignore[operator]
-        and (value < most if below or most == math.inf else value <= most)  # type: ignore[operator]
-    ):
-        low = f"above {least:g}" if above else f"from {least:g}"
-        high = "" if most == math.inf else f" to below {most:g}" if below else f" to {most:g}"
-        raise ConfigError(f"outer: {name}={value!r:.60}: give a number {low}{high}")
+    found = OuterSettings(**{**PRESETS.get(preset or "", {}), **changed})
+    if rounds is None:
+        return found
+    if type(rounds) is not int or rounds < 1:
+        raise ConfigError(f"outer: rounds={rounds!r:.60} must be a whole number, at least 1")
+    most = round(max(0.0, 1 - MEETINGS / rounds), 2)
+    if found.momentum <= most:
+        return found
+    if "momentum" in changed:
+        warn_user(
+            f"outer: momentum={found.momentum:g} averages over {1 / (1 - found.momentum):.0f} of "
+            f"{rounds} meetings, and what is added first counts for long: use momentum={most:g}"
+        )
+        return found
+    lr = found.lr if "lr" in changed else round(1 - (1 - found.lr) * most / found.momentum, 2)
+    return replace(found, lr=lr, momentum=most)

@@ -35,6 +35,7 @@ from gradwire.state.state import SavedJob, StateSection
 from gradwire.waiting import until_set
 
 _SAVED = {"every", "fragments", "lr", "momentum", "steps", "met", "weights"}
+_FIXED = ("every", "fragments", "rule")  # a state is loaded where these are as they were
 
 
 @dataclass(eq=False)
@@ -345,7 +346,7 @@ class OuterSteps(Reductions):
         )
         late = f", {of.delay} late, mix {of.mix:g}" if of.delay or of.mix else ""
         return [
-            f"{every}{late}; outer step lr={self.lr:g}, momentum={self.momentum:g}",
+            f"{every}{late}; outer step {of.rule}, lr={self.lr:g}, momentum={self.momentum:g}",
             f"{facts['rounds']:g} rounds in {self.taken} steps",
             f"{facts['hidden_seconds']:.3g} s hidden, {waited:.3g} s waited for",
             f"drift {facts['drift']:.3g}; outer weights {self.fingerprint():08x}",
@@ -368,7 +369,7 @@ class OuterSteps(Reductions):
         return {name: one for fragment in self.fragments for name, one in fragment.kept().items()}
 
     def _saved(self) -> dict[str, Any]:
-        of = {"every": self.settings.every, "fragments": len(self.fragments)}
+        of = {name: getattr(self.settings, name) for name in _FIXED}
         step = {"lr": self.lr, "momentum": self.momentum}
         found = {**of, **step, "steps": self.taken, "met": self.met, "weights": self._kept()}
         meeting = self._meeting
@@ -384,8 +385,9 @@ class OuterSteps(Reductions):
             raise ConfigError(
                 "load_state_dict: the state is not of gw.outer: it has no outer weights"
             )
-        for name, value in (("every", self.settings.every), ("fragments", len(self.fragments))):
-            if saved[name] != value:
+        saved = {"rule": "nesterov", **saved}  # which older states do not have
+        for name in _FIXED:
+            if saved[name] != (value := getattr(self.settings, name)):
                 raise ConfigError(
                     f"load_state_dict: the state is of {name}={saved[name]}, and this is "
                     f"{name}={value}: give gw.outer what it had"

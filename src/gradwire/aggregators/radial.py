@@ -1,0 +1,91 @@
+"""The mean length in the mean direction: an average no shorter than what is averaged (2604.21428).
+
+Of what ranks send, D_r, of one parameter:
+
+    average = mean of |D_r|  *  unit(sum of unit(D_r))
+
+The mean of n replicas that have drifted apart is shorter than any of them, up to sqrt(n) times, so
+an outer learning rate must fit their number; this average keeps their length. Every rank has the
+same weight. A contribution of zeros has no direction, and shortens the average. If directions
+cancel out, the average is zero.
+
+Payload bytes per rank: the codec's, to N - 1 ranks: contributions differ, so no sum of them can
+travel. What is decoded is added in the order of ranks, and squares in an order that no number of
+threads changes: all ranks have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.aggregators.compressed import Encoded
+from gradwire.aggregators.local import keep_residual, with_residual
+from gradwire.aggregators.protocol import Context, Steps
+from gradwire.codecs import Cast
+from gradwire.collectives import AllGather
+from gradwire.lang import Codec, layout
+from gradwire.lang.codec import check_codec
+
+_BF16 = Cast("bf16")
+
+
+@dataclass(frozen=True)
+class Radial(Encoded):
+    """The mean length in the mean direction, per parameter, by all-gather.
+
+    Args:
+        codec: of what each rank sends; as text "radial:codec=qsgd:bits=4".
+    """
+
+    codec: Codec = _BF16
+
+    algorithm = "all_gather"
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec, otherwise="the text radial:codec=NAME:OPTION=VALUE")
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        given_all, contexts = contexts, [c for c in contexts if c.gradient.numel()]
+        fed = [with_residual(c) for c in contexts]
+        received = yield [
+            AllGather(f, codec=self.codec, of=c) for f, c in zip(fed, contexts, strict=True)
+        ]
+        averages = {}
+        for c, f, found in zip(contexts, fed, received, strict=True):
+            sent = found.view(c.world_size, -1)
+            average = merged(sent)
+            if c.residual is not None:
+                keep_residual(c, average.isfinite().all(), f - sent[c.rank])
+            averages[id(c)] = average
+        return [averages.get(id(c), c.gradient) for c in given_all]
+
+    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return layout(self.codec, torch.float32).nbytes(math.prod(shape))
+
+    def recorded(self) -> str:
+        return f"radial({self.codec!r})"
+
+
+def merged(rows: torch.Tensor) -> torch.Tensor:
+    """The mean length of rows in the direction of the sum of their directions."""
+    norms = norms_of(rows)
+    total = torch.zeros_like(rows[0])
+    for row, norm in zip(rows, norms, strict=True):
+        total += torch.where(norm == 0, 0.0, row / norm)  # 0 / 0, if it has no direction
+    (length,) = norms_of(total[None])
+    size = sum(norms[1:], norms[0]) / len(rows)  # in the order of ranks
+    return torch.where(length == 0, 0.0, total / length * size)
+
+
+def norms_of(rows: torch.Tensor) -> torch.Tensor:
+    """The norm of each row, fp32, with the same bits on all machines: sums of halves."""
+    squares = rows.double().square()
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        rest = squares[:, 2 * half :]
+        squares = torch.cat([squares[:, :half] + squares[:, half : 2 * half], rest], 1)
+    return squares[:, 0].sqrt().float()
