@@ -124,9 +124,7 @@ def outer(
     parts = fragments_of(names, settings.every, settings.fragments)
     settings = settings.divided(len(parts))
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
-    rules = methods.rules()
-    if rules.default != registry.get(None):
-        rules = replace(rules, plain=registry.get("bf16"), smallest=SMALL)
+    rules = with_small(methods.rules())
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
     chosen = options_of(options)
     seed = chosen.seed or 0
@@ -157,7 +155,7 @@ def _steps(
     """
 
     def planned(rules: Rules, options: Options = options, version: int = version) -> Plan:
-        return _plan(replica, rules, settings, comm.world_size, options, version)
+        return plan_of(replica, rules, settings, comm.world_size, options, version)
 
     def remade(plan: Plan, rules: Rules) -> Plan:
         return planned(rules, plan.options, plan.version)
@@ -284,7 +282,14 @@ def _group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | 
     return given
 
 
-def _plan(
+def with_small(rules: Rules) -> Rules:
+    """The user's rules, by which small weights travel in bf16."""
+    if rules.default == registry.get(None):
+        return rules
+    return replace(rules, plain=registry.get("bf16"), smallest=SMALL)
+
+
+def plan_of(
     replica: Replica,
     rules: Rules,
     settings: OuterSettings,
