@@ -99,15 +99,12 @@ _TRAINERS = ("accelerate", "keras", "lightning", "ray", "transformers")
 # Names of earlier versions -> what to write.
 _RENAMED = {
     "DGC": "gw.codecs.DGC  # or the method, gw.DeepGradientCompression",
-    "ErrorFeedback": "gw.aggregators.ErrorFeedback",
-    "GlobalTopK": "gw.aggregators.GlobalTopK",
     "LGreco": 'gw.controllers.LGreco  # or its name, "lgreco"',
-    "Radial": "gw.aggregators.Radial",
-    "SparseLoCo": "gw.aggregators.SparseLoCo",
     "Probe": "from gradwire.planner.probe import Probe",
     "Triggers": "gw.flexible.Triggers",
     "load_state_dict": "gw.collectives.load_state_dict",
     "state_dict": "gw.collectives.state_dict",
+    **{n: f"gw.aggregators.{n}" for n in ("ErrorFeedback", "GlobalTopK", "Radial", "SparseLoCo")},
     **{
         name: f"gw.codecs.{name}"
         for name in (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from gradwire.aggregators.dct import coefficients, values_of
+from gradwire.aggregators.dct import _factors_on, coefficients, values_of
 
 
 def matrix(n: int) -> torch.Tensor:
@@ -43,16 +44,25 @@ def test_coefficients_are_those_of_the_matrix_and_come_back(side: int) -> None:
         assert float((back - values).abs().max()) < 6e-6, where
 
 
-def test_its_bits_depend_on_no_threads_and_no_neighbours() -> None:
+def test_its_bits_are_those_of_products_and_additions_rounded_one_by_one() -> None:
+    """With any number of threads, and of tiles."""
     values, before = torch.randn(200, 64 * 64), torch.get_num_threads()
+    of = (values.numel(),)
     found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            there = coefficients(values.view(-1), (values.numel(),), 64)
-            found.append((there, values_of(there, (values.numel(),), 64)))
+            there = coefficients(values.view(-1), of, 64)
+            found.append((there, values_of(there, of, 64)))
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
-    alone = coefficients(values[123], (4096,), 64)
-    assert torch.equal(alone[0], found[0][0][123])
+    assert torch.equal(coefficients(values[123], (4096,), 64)[0], found[0][0][123])
+    for which, inverse in enumerate((False, True)):
+        given = (values, found[0][0])[which][7].view(64, 64).numpy()
+        for _ in range(2):
+            for i, a, j, b in _factors_on(64, inverse, torch.device("cpu")):
+                left, right = given[i.numpy()] * a[:, 0].numpy(), given[j.numpy()] * b[:, 0].numpy()
+                given = left + right
+            given = given.T
+        assert np.array_equal(given.reshape(-1), found[0][which].view(200, 4096)[7].numpy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,7 @@ def reference(
     delay: int = 0,
     mix: float = 0.0,
     present: Callable[[int], int] | None = None,
+    rule: str = "nesterov",
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """The weights of every replica, and the outer weights, after SGD in float64 (2501.18512).
 
@@ -93,7 +95,7 @@ def reference(
             }
             flying = step, average
         if flying is not None and step == flying[0] + delay:
-            _apply(nets, theta, velocity, flying[1], lr, momentum, mix)
+            _apply(nets, theta, velocity, flying[1], lr, momentum, mix, rule)
     return [weights_of(one) for one in nets], theta
 
 
@@ -105,10 +107,56 @@ def _apply(
     lr: float,
     momentum: float,
     mix: float,
+    rule: str,
 ) -> None:
     for n in average:
         velocity[n] = momentum * velocity[n] + average[n]
-        theta[n] = theta[n] - lr * (average[n] + momentum * velocity[n])
+        step = average[n] + momentum * velocity[n]
+        theta[n] = theta[n] - lr * (step.sign() if rule == "sign" else step)
         for one in nets:
             p = dict(one.named_parameters())[n].data
             p.copy_(mix * p + (1 - mix) * theta[n])
+
+
+def dct_matrix(n: int) -> torch.Tensor:
+    """The orthonormal DCT-II of n values."""
+    k = torch.arange(n, dtype=F64)
+    found = torch.cos(math.pi * k[:, None] * (2 * k + 1) / (2 * n)) * math.sqrt(2 / n)
+    found[0] *= math.sqrt(0.5)
+    return found
+
+
+def demo_reference(
+    ranks: int, steps: int, lr: float, beta: float, keep: int
+) -> dict[str, torch.Tensor]:
+    """The weights after DeMo's steps (2411.19870, Alg. 1) in float64: matrices of 64 x 64 by
+    coefficients, in bf16; other weights by the sign of their mean."""
+    nets = [net(width=64).to(F64) for _ in range(ranks)]
+    theta, m = weights_of(nets[0]), dct_matrix(64)
+    kept = [{n: torch.zeros_like(t) for n, t in theta.items()} for _ in range(ranks)]
+    for step in range(steps):
+        for rank, one in enumerate(nets):
+            one.zero_grad()
+            loss_of(one, rank, step).backward()
+        for n in theta:
+            total, senders = torch.zeros(2, *theta[n].shape, dtype=F64)
+            for one, momentum in zip(nets, kept, strict=True):
+                given = one.get_parameter(n).grad
+                assert given is not None
+                if theta[n].numel() != 4096:
+                    total += given.bfloat16().double()
+                    senders += 1
+                    continue
+                momentum[n] = beta * momentum[n] + given
+                c = m @ momentum[n] @ m.T
+                at = c.abs().view(-1).topk(keep).indices
+                places = torch.zeros(4096, dtype=F64).index_fill_(0, at, 1.0).view(64, 64)
+                sent = c.bfloat16().double() * places
+                momentum[n] -= m.T @ sent @ m
+                total, senders = total + sent, senders + places
+            mean = total / senders.clamp(min=1)
+            step_of = m.T @ mean @ m if theta[n].numel() == 4096 else mean
+            theta[n] = theta[n] - lr * step_of.sign()
+            for one in nets:
+                one.get_parameter(n).data.copy_(theta[n])
+    return theta

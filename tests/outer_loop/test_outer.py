@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from replicas import net, reference, sgd, train, weights_of
+from replicas import demo_reference, net, reference, sgd, train, weights_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -95,7 +95,37 @@ def _moved(
     return found
 
 
-@on(2, "diloco", "streaming", "muloco", "sparseloco", "average")
+def nearly_all_close(outer: Any, expected: dict[str, torch.Tensor], lr: float) -> None:
+    """Values near zero have another sign in fp32, and then their weights are 2 lr off."""
+    found = outer.outer_weights()
+    assert all(same_everywhere(values) for values in found.values())
+    off = torch.cat([(found[n].double() - t).abs().view(-1) for n, t in expected.items()])
+    assert float((off > lr / 2).double().mean()) < 0.002
+    assert float(off.median()) < 1e-7
+    assert "outer step sign" in str(outer)
+
+
+@on((1, 2))
+def test_a_step_by_its_sign_is_that_of_the_loop_in_float64(rank: int) -> None:
+    model, lr = net(), 0.01
+    optimizer = sgd(model)
+    how: dict[str, Any] = {"every": 3, "lr": lr, "momentum": 0.5, "rule": "sign"}
+    outer = gw.outer(model, optimizer, codec="none", **how)
+    train(model, optimizer, rank, range(12))
+    nearly_all_close(outer, reference(dist.get_world_size(), 12, [NAMES], **how)[1], lr)
+
+
+@on(3)
+def test_demo_takes_the_steps_of_its_paper_in_float64(rank: int) -> None:
+    """An inner learning rate of 1 gives the gradient, to rounding of the weights."""
+    model, lr = net(width=64), 2e-3
+    optimizer = sgd(model, lr=1.0)
+    outer = gw.outer(model, optimizer, "demo", lr=lr)
+    train(model, optimizer, rank, range(6))
+    nearly_all_close(outer, demo_reference(3, 6, lr, beta=0.999, keep=32), lr)
+
+
+@on(2, "diloco", "streaming", "muloco", "sparseloco", "demo", "average")
 def test_a_saved_run_goes_on_bit_for_bit(rank: int, preset: str) -> None:
     def begin() -> Any:
         model = net(layers=7)
@@ -129,6 +159,8 @@ def test_a_replica_that_joins_begins_where_all_met(rank: int) -> None:
     theta = outer.outer_weights()
     for part in ({"every": 3}, None):
         refuses("no outer weights", lambda part=part: outer.load_state_dict({**own, "outer": part}))
+    other = {**own, "outer": {**own["outer"], "rule": "sign"}}
+    refuses("is of rule=sign, and this is rule=nesterov", lambda: outer.load_state_dict(other))
     outer.detach()
     alone = net(seed=5)
     group = [dist.new_group([one]) for one in range(2)][rank]
@@ -188,7 +220,10 @@ def test_what_replicas_must_have_alike_is_checked(rank: int) -> None:
     raises(gw.ConfigError, lambda: train(model, optimizer, rank, step), "rank 1", "not finite")
     for name, values in outer.outer_weights().items():  # nothing of either was applied
         assert torch.equal(values, theta[name])
-    refuses("from 0 to below 1", lambda: setattr(outer, "momentum", 1.0))
+    refuses(
+        "outer: momentum=1.0 must be at least 0 and below 1",
+        lambda: setattr(outer, "momentum", 1.0),
+    )
 
 
 @on(2)
@@ -230,7 +265,8 @@ def test_wrong_arguments_say_what_to_do(rank: int) -> None:
     refused("at most 5", every=100, fragments=10)
     refused("use less", every=10, fragments=5, delay=2)
     refused("every=0", every=0)
-    refused("lr=-1", lr=-1)
+    refused("outer: lr=-1 must be above 0", lr=-1)
+    refused("outer: rule='adam' must be 'nesterov' or 'sign'", rule="adam")
     refused("biased", codec="topk", residual=0.0)
     refused("biased", codec="powersgd", residual=0.0)
     refused("did you mean 'momentum'", momentun=0.5)

@@ -113,7 +113,8 @@ class SparseLoCo(Aggregator):
         """The average of what ranks sent."""
         norms = torch.stack([norm for *_, norm in sent])
         most = norms.median() if self.clip else norms.max()
-        total, senders = like.new_zeros(2, like.numel())
+        total = torch.zeros_like(like.view(-1))
+        senders = torch.zeros_like(total)
         for places, values, norm in sent:
             scale = (most / norm).nan_to_num(1.0).clamp(max=1.0)
             total.index_add_(0, places, values * scale)
