@@ -45,7 +45,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "groups":         (  143,  0,  0, "errors transport engine"),
     "collectives":    ( 2916, 26,  0, "..groups"),
     "tools/__init__": (    4,  0,  0, ""),
-    "aggregators":    ( 3545, 31,  0, "errors lang codecs engine algorithms partition collectives"),
+    "aggregators":    ( 3547, 31,  0, "errors lang codecs engine algorithms partition collectives"),
     "planner":        ( 1754, 10,  3, "..aggregators"),
     "controllers":    ( 2557, 27,  0, "errors lang codecs aggregators planner"),
     "decide":         ( 1462, 20,  0, "..controllers"),

@@ -55,7 +55,7 @@ class Radial(Encoded):
         averages = []
         for c, f, found in zip(contexts, fed, received, strict=True):
             sent = found.view(c.world_size, len(f))
-            averages.append(merged(sent))
+            averages.append(radial_mean(sent))
             if c.residual is not None:
                 keep_residual(c, averages[-1].isfinite().all(), f - sent[c.rank])
         return averages
@@ -67,7 +67,7 @@ class Radial(Encoded):
         return f"radial({self.codec!r})"
 
 
-def merged(rows: torch.Tensor) -> torch.Tensor:
+def radial_mean(rows: torch.Tensor) -> torch.Tensor:
     """The mean length of rows in the direction of the sum of their directions."""
     norms = norms_of(rows)
     total, size = torch.zeros_like(rows[0]), torch.zeros_like(norms[0])
