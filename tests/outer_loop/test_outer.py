@@ -80,6 +80,26 @@ def test_a_meeting_loses_nothing_and_is_equal_everywhere(rank: int, codec: str) 
     assert f"{outer._reductions.fingerprint():08x}" in str(outer)
 
 
+@on(3, "radial", "radial:codec=topk:density=0.2")
+def test_a_radial_average_goes_as_far_as_what_is_sent(rank: int, codec: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(
+        model, optimizer, every=2, codec=codec, lr=1.0, momentum=0.0, codecs={"embed.*": "none"}
+    )
+    before = outer.outer_weights()
+    moved = _moved(model, optimizer, rank, range(2), before)
+    for name, after in outer.outer_weights().items():
+        assert same_everywhere(after)
+        left = outer._members[name].state.get("residual", torch.zeros(1))
+        total = (moved[name].reshape(-1) - left).double().norm()[None]
+        dist.all_reduce(total)
+        far, mean = (before[name] - after).double().norm(), total / 3
+        if name in ("layers.0.weight", "head.weight"):
+            ratio = float(far / mean)
+            assert (abs(ratio - 1) < 2e-3) == (name == "layers.0.weight"), (name, ratio)
+
+
 def _moved(
     model: torch.nn.Module, optimizer: Any, rank: int, steps: range, theta: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:

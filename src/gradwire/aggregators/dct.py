@@ -94,7 +94,9 @@ def _factors(n: int, fourth: bool = False) -> list[torch.Tensor]:
     while len(upper) != len(lower):
         min(upper, lower, key=len).append(torch.eye(half, dtype=torch.float64))
     *most, last = [first, *map(torch.block_diag, upper, lower)]
-    order = torch.arange(n).view(2, half).T.reshape(-1)  # one of each half in turn
+    order = (
+        torch.arange(n, dtype=torch.int64).view(2, half).T.reshape(-1)
+    )  # one of each half in turn
     if not fourth:
         return [*most, last[order]]
     final, root = one[order], math.sqrt(0.5)

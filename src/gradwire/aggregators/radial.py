@@ -49,19 +49,16 @@ class Radial(Encoded):
         check_codec(self.codec, otherwise="the text radial:codec=NAME:OPTION=VALUE")
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        given_all, contexts = contexts, [c for c in contexts if c.gradient.numel()]
         fed = [with_residual(c) for c in contexts]
-        received = yield [
-            AllGather(f, codec=self.codec, of=c) for f, c in zip(fed, contexts, strict=True)
-        ]
-        averages = {}
+        every = zip(fed, contexts, strict=True)
+        received = yield [AllGather(f, codec=self.codec, of=c) for f, c in every]
+        averages = []
         for c, f, found in zip(contexts, fed, received, strict=True):
-            sent = found.view(c.world_size, -1)
-            average = merged(sent)
+            sent = found.view(c.world_size, len(f))
+            averages.append(radial_mean(sent))
             if c.residual is not None:
-                keep_residual(c, average.isfinite().all(), f - sent[c.rank])
-            averages[id(c)] = average
-        return [averages.get(id(c), c.gradient) for c in given_all]
+                keep_residual(c, averages[-1].isfinite().all(), f - sent[c.rank])
+        return averages
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return layout(self.codec, torch.float32).nbytes(math.prod(shape))
@@ -70,15 +67,15 @@ class Radial(Encoded):
         return f"radial({self.codec!r})"
 
 
-def merged(rows: torch.Tensor) -> torch.Tensor:
+def radial_mean(rows: torch.Tensor) -> torch.Tensor:
     """The mean length of rows in the direction of the sum of their directions."""
     norms = norms_of(rows)
-    total = torch.zeros_like(rows[0])
+    total, size = torch.zeros_like(rows[0]), torch.zeros_like(norms[0])
     for row, norm in zip(rows, norms, strict=True):
         total += torch.where(norm == 0, 0.0, row / norm)  # 0 / 0, if it has no direction
+        size += norm
     (length,) = norms_of(total[None])
-    size = sum(norms[1:], norms[0]) / len(rows)  # in the order of ranks
-    return torch.where(length == 0, 0.0, total / length * size)
+    return torch.where(length == 0, 0.0, total / length * (size / len(rows)))
 
 
 def norms_of(rows: torch.Tensor) -> torch.Tensor:
@@ -88,4 +85,4 @@ def norms_of(rows: torch.Tensor) -> torch.Tensor:
         half = squares.shape[1] // 2
         rest = squares[:, 2 * half :]
         squares = torch.cat([squares[:, :half] + squares[:, half : 2 * half], rest], 1)
-    return squares[:, 0].sqrt().float()
+    return squares.sum(1).sqrt().float()  # of one value, or none
