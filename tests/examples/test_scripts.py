@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,10 +81,10 @@ def test_skeletons() -> None:
     assert "times fewer than uniform" in printed
 
 
-def elastic(checkpoint: Path, *options: str, ranks: int = 2) -> str:
+def elastic(checkpoint: Path, *options: str, ranks: int = 2, script: str = "elastic.py") -> str:
     given = "--checkpoint", str(checkpoint), *options
     restarts = {"PET_MAX_RESTARTS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return run("elastic.py", *given, ranks=ranks, **restarts)
+    return run(script, *given, ranks=ranks, **restarts)
 
 
 def weights(printed: str) -> list[str]:
@@ -109,3 +110,25 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     assert resumed(more) == ["0", "1", "2"]
     assert len(weights(more)) == 3
     assert len(set(weights(more))) == 1
+
+
+def test_replicas_restart_after_one_is_killed(tmp_path: Path) -> None:
+    """Each from its own file, to the same bits; one whose file is older follows the others."""
+    options = "--steps", "30", "--codec", "qsgd:bits=4"
+    whole = elastic(tmp_path / "whole", *options, script="outer.py")
+    first, *_, last = losses(whole)
+    assert last < 0.5 * first
+    assert "3 rounds in 30 steps" in whole
+    broken = elastic(tmp_path / "broken", *options, "--die-at", "27", script="outer.py")
+    assert len(re.findall(r"replica \d resumes from step 20", broken)) == 2
+    assert len(weights(whole + broken)) == 4
+    assert len(set(weights(whole + broken))) == 1
+    older = tmp_path / "older"
+    elastic(older, "--steps", "10", *options[2:], script="outer.py")
+    shutil.copy(older / "replica1.pt", tmp_path / "broken")
+    for ranks, steps in (2, "40"), (3, "50"), (1, "60"):  # at 3 ranks one has no file
+        given = "--steps", steps, *options[2:]
+        printed = elastic(tmp_path / "broken", *given, ranks=ranks, script="outer.py")
+        assert f"resumes from step {int(steps) - 10}" in printed
+        assert len(weights(printed)) == ranks
+        assert len(set(weights(printed))) == 1

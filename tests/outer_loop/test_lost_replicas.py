@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,39 @@ def test_one_that_has_not_heard_applies_what_another_has_applied(tmp_path: Path)
     found = as_processes(3, does_not_hear, str(tmp_path), expect_death=(2,))[:2]
     for name, values in found[0].items():
         assert torch.equal(values, found[1][name])
+
+
+def is_late(rank: int, folder: str) -> Any:
+    """Rank 2 comes to a meeting when the others have waited for it in vain."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW)
+    train(model, optimizer, rank, range(3))
+    theta = outer.outer_weights()
+    if rank == 2:
+        store.wait(["rank 0 has given up", "rank 1 has given up"], timedelta(seconds=100))
+    error = caught(lambda: train(model, optimizer, rank, range(3, 4)))
+    assert isinstance(error, gw.TransportError), error
+    if rank < 2:
+        assert error.peer == 2
+        store.set(f"rank {rank} has given up", "")
+    for name, values in outer.outer_weights().items():
+        assert torch.equal(values, theta[name])
+    again(folder, rank, 3)
+    outer.recover()
+    assert outer.history()[-1]["line"].endswith("a meeting was held again")
+    rest_of(model, optimizer, outer, rank, 16)
+    return weights_of(model), outer.outer_weights()
+
+
+def test_one_that_is_late_is_named_and_goes_on_with_the_others(tmp_path: Path) -> None:
+    found = as_processes(3, is_late, str(tmp_path), timeout=8)
+    how = {name: of for name, of in HOW.items() if name != "fragments"}
+    replicas, theta = reference(3, 16, PARTS, **how)
+    for (own, outer), expected in zip(found, replicas, strict=True):
+        close(own, expected)
+        close(outer, theta)
 
 
 @on(3, "none", "qsgd:bits=4", "powersgd:rank=2", "sparseloco")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from replicas import demo_reference, net, reference, sgd, train, weights_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -167,6 +170,77 @@ def test_a_saved_run_goes_on_bit_for_bit(rank: int, preset: str) -> None:
         for a, b in zip(model.parameters(), again[0].parameters(), strict=True):
             assert torch.equal(a, b)
         assert outer._reductions.fingerprint() == again[2]._reductions.fingerprint()
+
+
+def through(form: str, outer: Any, rank: int, folder: Path) -> Callable[[Any], None]:
+    """Save a state in a form; returns what loads it into another handle."""
+    if form == "full":
+        state: Any = outer.full_state_dict()
+    elif form == "list":
+        state = [None] * dist.get_world_size()
+        dist.all_gather_object(state, outer.state_dict())
+    elif form == "file":
+        torch.save(outer.state_dict(), folder / f"{rank}.pt")
+        state = torch.load(folder / f"{rank}.pt", weights_only=True)
+    elif form == "folder":
+        outer.save(folder)
+        return lambda other: other.load(folder)
+    else:
+        dcp.save({"outer": outer.checkpoint()}, checkpoint_id=folder)
+        return lambda other: other.load(folder, "outer")
+    return lambda other: other.load_state_dict(state)
+
+
+@on(2, "full", "list", "file", "folder", "dcp")
+def test_every_form_of_a_state_goes_on_bit_for_bit(rank: int, form: str, tmp_path: Path) -> None:
+    """Saved while an average is under way."""
+
+    def begin() -> Any:
+        model = net(layers=7)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        return model, optimizer, gw.outer(model, optimizer, "streaming", every=12, residual=1.0)
+
+    model, optimizer, outer = begin()
+    train(model, optimizer, rank, range(3))
+    assert outer._reductions._meeting is not None
+    load = through(form, outer, rank, tmp_path)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, rank, range(3, 14))
+    again = begin()
+    load(again[2])
+    for one, state in zip(again, saved, strict=False):
+        one.load_state_dict(state)
+    train(again[0], again[1], rank, range(3, 14))
+    for name, values in weights_of(model).items():
+        assert torch.equal(again[0].get_parameter(name).detach(), values)
+    assert outer._reductions.fingerprint() == again[2]._reductions.fingerprint()
+
+
+@on(4, ("ddp", "folder"), ("fsdp2", "dcp"), ("fsdp2", "full"))
+def test_ranks_of_a_replica_save_their_parts(
+    rank: int, kind: str, form: str, tmp_path: Path
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+
+    def begin() -> Any:
+        model = of_several(kind, mesh["ranks"])
+        optimizer = sgd(model)
+        codec = {"codec": "qsgd:bits=4", "residual": 1.0}
+        return (
+            model,
+            optimizer,
+            gw.outer(model, optimizer, every=4, group=mesh["replicas"], **codec),
+        )
+
+    model, optimizer, outer = begin()
+    train(model, optimizer, rank // 2, range(5))
+    load, saved = through(form, outer, rank, tmp_path), copy.deepcopy(model.state_dict())
+    train(model, optimizer, rank // 2, range(5, 9))
+    again = begin()
+    load(again[2])
+    again[0].load_state_dict(saved)
+    train(again[0], again[1], rank // 2, range(5, 9))
+    assert outer._reductions.fingerprint() == again[2]._reductions.fingerprint()
 
 
 @on(2)

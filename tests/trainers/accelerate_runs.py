@@ -13,10 +13,13 @@ from trained import (
     CODEC,
     DEVICE,
     HOW,
+    OUTER,
+    as_a_job_of_its_own,
     as_under_torchrun,
     batches,
     compressed,
     exact,
+    met,
     net,
 )
 
@@ -76,6 +79,30 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     # A handle by itself would be rank 0's.
     accelerator.register_for_checkpointing(handle)
     refuses("gw.accelerate.attach", lambda: accelerator.save_state(str(folder / "wrong")))
+
+
+def replicas_train_and_resume(rank: int, folder: Path) -> None:
+    """Each is a job of its own to Accelerate, and saves for itself."""
+    as_a_job_of_its_own()
+
+    def replica() -> Any:
+        accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu")
+        bare = net()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = accelerator.prepare(bare, optimizer)
+        how = {"optimizer": optimizer}
+        return accelerator, model, optimizer, gw.accelerate.attach(accelerator, model, OUTER, **how)
+
+    first = replica()
+    train(*first)
+    first[0].save_state(str(folder / f"replica{rank}"))
+    train(*first)
+    train(*first)
+    again = replica()
+    again[0].load_state(str(folder / f"replica{rank}"))
+    train(*again)
+    train(*again)
+    met(again[1], first[1], again[3])
 
 
 def a_part_of_the_ranks_is_refused(rank: int, folder: Path) -> None:

@@ -12,12 +12,15 @@ from trained import (
     CODEC,
     DEVICE,
     HOW,
+    OUTER,
+    as_a_job_of_its_own,
     as_under_torchrun,
     batches,
     cluster,
     compressed,
     data,
     exact,
+    met,
     net,
     read,
     same_sum,
@@ -135,6 +138,26 @@ def shards_and_resumes(rank: int, folder: Path) -> None:
     trainer.save_checkpoint(folder / "shards.ckpt")
     _, _, start, _ = fit(folder, Sharded(), 2, folder / "shards.ckpt", strategy())
     exact(start.full, of_callback(folder / "shards.ckpt" / "meta.pt"))
+
+
+def replicas_train_and_resume(rank: int, folder: Path) -> None:
+    """Each is a job of its own to Lightning, and saves for itself."""
+    as_a_job_of_its_own()
+    loader = torch.utils.data.DataLoader(data()[rank::2], batch_size=4)
+
+    def fitted(epochs: int, resumes: Any = None) -> Any:
+        module, callback = Module(), gw.lightning.GradwireCallback(OUTER)
+        trainer = L.Trainer(
+            accelerator=DEVICE, devices=1, max_epochs=epochs, callbacks=[callback], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, loader, ckpt_path=resumes)
+        return trainer, module, callback.handle
+
+    trainer, *_ = fitted(1)
+    trainer.save_checkpoint(folder / f"replica{rank}.ckpt")
+    _, again, outer = fitted(3, folder / f"replica{rank}.ckpt")
+    met(again, fitted(3)[1], outer)
 
 
 def fabric_saves_all_ranks(rank: int, folder: Path) -> None:

@@ -34,15 +34,18 @@ KERAS = "averages_are_torchs", "trains_and_resumes", "odd_steps", "what_is_refus
 RUNS: list[tuple[str, tuple[str, ...], dict[int, tuple[str, ...]]]] = [
     ("lightning_runs", ("lightning",), {
         2: ("trains_and_resumes", "shards_and_resumes", "fabric_saves_all_ranks",
-            "fabric_loads_shards", "batches_accumulate_and_a_checkpoint_may_lack_gradwire"),
+            "fabric_loads_shards", "batches_accumulate_and_a_checkpoint_may_lack_gradwire",
+            "replicas_train_and_resume"),
         3: ("resumes_on_three",),
     }),
     ("transformers_runs", ("transformers", "accelerate"), {
         2: ("trains_and_resumes", "a_checkpoint_without_gradwire_warns",
+            "replicas_train_and_resume",
             "the_backend_is_of_a_group_that_is_made_first"),
     }),
     ("accelerate_runs", ("accelerate",), {
-        2: ("trains_and_resumes",), 3: ("a_part_of_the_ranks_is_refused",),
+        2: ("trains_and_resumes", "replicas_train_and_resume"),
+        3: ("a_part_of_the_ranks_is_refused",),
     }),
     ("keras_runs", ("keras", "torch"), {2: KERAS, 1: ("alone",)}),
     ("keras_runs", ("keras", "tensorflow"), {2: (*KERAS, "tensorflow_alone"), 1: ("alone",)}),

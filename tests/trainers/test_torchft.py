@@ -1,4 +1,4 @@
-"""examples/torchft_ddp.py: a replica group dies within a step, the others go on, it joins again."""
+"""Replica groups of the examples die in a step or a meeting; the others go on; they join again."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from trained import compressed, net
 import gradwire as gw
 from ranks import as_processes, refuses
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_ddp.py"
-DIES_JOINING = f"""
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "torchft_ddp.py"
+DIES_JOINING = """
 import os, runpy, torchft
 torchft.ProcessGroupGloo.configure = lambda *_, **options: os._exit(1)
-runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+runpy.run_path({!r}, run_name="__main__")
 """
 
 
 class Groups:
-    """Replica groups of one process each, and torchft's lighthouse."""
+    """Replica groups of one process each, which run an example, and torchft's lighthouse."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, example: Path = EXAMPLE) -> None:
         from torchft.coordination import LighthouseServer
 
-        self.folder = folder
+        self.folder, self.example = folder, str(example)
         self.lighthouse = LighthouseServer(
             bind="[::]:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000
         )
@@ -52,7 +53,9 @@ class Groups:
         }  # fmt: skip
         with open(self.folder / f"{replica}.txt", "ab") as told:
             self.running[replica] = subprocess.Popen(
-                [sys.executable, *([str(EXAMPLE)] if joins else ["-c", DIES_JOINING]), *options],
+                [sys.executable, *(
+                    [self.example] if joins else ["-c", DIES_JOINING.format(self.example)]
+                ), *options],
                 env=environment, stdout=told, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -107,6 +110,28 @@ def test_a_replica_group_dies_and_joins_again(tmp_path: Path) -> None:
         assert "discarded" in text
     for text in told:
         assert re.findall(r"step \d+: (\d) groups", text)[-1] == "3"
+
+
+@needs_torchft
+@pytest.mark.multiprocess
+def test_a_replica_is_lost_in_a_meeting_and_joins_again(tmp_path: Path) -> None:
+    with Groups(tmp_path, EXAMPLES / "torchft_outer.py") as groups:
+        options = "--replicas", "3", "--steps", "20"
+        for replica in range(3):
+            groups.start(replica, *options, *(["--die"] if replica == 0 else []))
+        assert groups.end(0) == 1
+        groups.start(0, *options, joins=False)  # dies when the others have made room for it
+        assert groups.end(0) == 1
+        groups.start(0, *options)
+        assert [groups.end(replica) for replica in range(3)] == [0, 0, 0], groups.told(1)
+        told = [groups.told(replica) for replica in range(3)]
+    assert len({re.findall(r"ends with (\S+)", text)[0] for text in told}) == 1
+    for text in told[1:]:
+        assert "TransportError" in text  # the meeting in which one died
+        assert re.findall(r"step \d+: (\d) replicas", text)[-1] == "3"
+        assert "2 replicas" in text
+        steps = [int(step) for step in re.findall(r"step (\d+): ", text)]
+        assert steps == sorted(steps)
 
 
 def averages_between_groups(rank: int, replica: int, lighthouse: str) -> torch.Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire as gw
-from training import mlp
+from training import flat, mlp, same_everywhere
 
 CODEC = "qsgd:bits=4"
 HOW = {"error_feedback": True, "policy": "lgreco"}  # which decides nothing in so few steps
 DEVICE = os.environ.get("GRADWIRE_TEST_DEVICE", "cpu")  # cuda: all ranks share one GPU, over gloo
 BATCHES = 3  # per rank and epoch
+OUTER = partial(gw.outer, every=2, codec="topk:density=0.1")  # which draws no random numbers
 
 
 def as_under_torchrun(rank: int) -> None:
@@ -28,6 +31,24 @@ def as_under_torchrun(rank: int) -> None:
     of_all = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": rank * (nodes > 1)}
     os.environ.update({name: str(value) for name, value in (local | of_all).items()})
     os.environ.update(TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1")
+
+
+def as_a_job_of_its_own() -> None:
+    """As replicas of `gw.outer` are: started by python, with a process group made before."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def met(again: Any, whole: Any, outer: Any) -> None:
+    """A replica that was resumed has the bits of one that went on, and others have not."""
+    assert torch.equal(flat(again), flat(whole))
+    assert not same_everywhere(flat(again))
+    assert all(same_everywhere(values) for values in outer.outer_weights().values())
+    assert outer.stats()["rounds"] > 0
 
 
 def cluster() -> dict[str, Any]:

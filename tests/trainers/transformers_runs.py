@@ -16,10 +16,13 @@ from trained import (
     CODEC,
     DEVICE,
     HOW,
+    OUTER,
+    as_a_job_of_its_own,
     as_under_torchrun,
     compressed,
     data,
     exact,
+    met,
     net,
     read,
 )
@@ -59,16 +62,18 @@ class Logger(transformers.TrainerCallback):
         self.logged.append(dict(logs))
 
 
-def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtStart]:
+def made(
+    folder: Path, epochs: int = 2, rows: Any = None, method: Any = CODEC, **options: Any
+) -> tuple[Any, Any, AtStart]:
     """A trainer, its callback, and what looks at it."""
     args = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=4,
-        use_cpu=DEVICE == "cpu", ddp_backend="gloo", lr_scheduler_type="constant", report_to=[],
-        disable_tqdm=True, save_strategy="epoch", logging_steps=2, **options,
+        use_cpu=DEVICE == "cpu", lr_scheduler_type="constant", report_to=[], disable_tqdm=True,
+        save_strategy="epoch", logging_steps=2, **{"ddp_backend": "gloo", **options},
     )  # fmt: skip
-    rows = [{"x": x} for x in data()]
+    rows = [{"x": x} for x in (data() if rows is None else rows)]
     trainer = transformers.Trainer(Model(), args, train_dataset=rows, callbacks=[Logger()])
-    callback = gw.transformers.compress(trainer, CODEC, **HOW)
+    callback = gw.transformers.compress(trainer, method, **(HOW if method == CODEC else {}))
     start = AtStart(callback)
     trainer.add_callback(start)
     return trainer, callback, start
@@ -96,6 +101,18 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     assert not (folder / f"checkpoint-{3 * BATCHES}" / "gradwire.pt").exists()
     newest.train()
     assert not start.full["ranks"][0]["aggregators"]
+
+
+def replicas_train_and_resume(rank: int, folder: Path) -> None:
+    """Each is a job of its own to the trainer, and saves for itself."""
+    as_a_job_of_its_own()
+    of = folder / f"replica{rank}", 3, data()[rank::2], OUTER
+    whole, _, _ = made(*of, ddp_backend=None)
+    whole.train()
+    half = folder / f"replica{rank}" / f"checkpoint-{BATCHES}"
+    again, callback, _ = made(*of, ddp_backend=None)
+    again.train(resume_from_checkpoint=str(half))
+    met(again.model, whole.model, callback.handle)
 
 
 def _logs_have_metrics(trainer: Any, rank: int) -> None:

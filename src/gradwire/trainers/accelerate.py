@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradwire.aggregators.registry import Method
 from gradwire.errors import ConfigError
 from gradwire.handles.handle import Handle
-from gradwire.trainers.state import Compression
+from gradwire.trainers.state import Compression, Makes
 
 try:
     from accelerate import Accelerator
@@ -45,7 +44,7 @@ def _knows(accelerator: Accelerator, model: torch.nn.Module) -> bool:
 
 
 def attach(
-    accelerator: Accelerator, model: torch.nn.Module, codec: Method = "qsgd", **options: Any
+    accelerator: Accelerator, model: torch.nn.Module, codec: Makes = "qsgd", **options: Any
 ) -> Handle:
     """`gw.attach`, with the state of all ranks in `accelerator.save_state` and `load_state`, which
     every rank calls. A checkpoint loads at any number of ranks. After `handle.detach()` or
@@ -53,16 +52,14 @@ def attach(
 
     Args:
         model: what `accelerator.prepare` returned.
-        codec, options: as in `gw.attach`.
+        codec, options: as in `gw.attach`; or partial(gw.outer, every=100) and the optimizer.
 
     Raises:
         ConfigError: as `gw.attach`; or `accelerator` is no Accelerator.
     """
     if not isinstance(accelerator, Accelerator):
-        raise ConfigError(
-            f"gw.accelerate.attach: accelerator={accelerator!r:.60}: give the Accelerator first, "
-            "then what its prepare(...) returned"
-        )
+        said = "give the Accelerator first, then what its prepare(...) returned"
+        raise ConfigError(f"gw.accelerate.attach: accelerator={accelerator!r:.60}: {said}")
     registered = _registered.setdefault(accelerator, [])
     # Else checkpoints would have one more.
     compression = next((one for one in registered if one.free(accelerator)), None)

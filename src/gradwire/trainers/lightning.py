@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire.aggregators.registry import Method
 from gradwire.handles.handle import Handle
-from gradwire.trainers.state import Compression, warn_of_none
+from gradwire.trainers.state import Compression, Makes, warn_of_none
 
 try:
     from lightning.pytorch import Callback
@@ -31,13 +30,13 @@ class GradwireCallback(Callback):
     ranks, residuals among it, in the trainer's checkpoints, for any number of ranks.
 
     Args:
-        codec, options: as in `gw.attach`.
+        codec, options: as in `gw.attach`; or partial(gw.outer, every=100).
 
     Raises:
         ConfigError: as `gw.attach`, at the start of fit.
     """
 
-    def __init__(self, codec: Method = "qsgd", **options: Any) -> None:
+    def __init__(self, codec: Makes = "qsgd", **options: Any) -> None:
         self._compression = Compression(codec, options)
         self._fits = self._resumed = False
         self._logged = 0  # the step
@@ -53,7 +52,7 @@ class GradwireCallback(Callback):
             self._compression.begin()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._compression.attach(trainer.strategy.model)
+        self._compression.attach(trainer.strategy.model, *trainer.optimizers[:1])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         handle = self.handle
@@ -83,13 +82,10 @@ class GradwireCallback(Callback):
 
 
 def state(handle: Handle) -> Compression:
-    """The state of all ranks, for Fabric's checkpoints:
+    """The state of all ranks, for Fabric's checkpoints; every rank saves and loads, as always:
 
-        handle = gw.attach(fabric_module, "qsgd:bits=4", error_feedback=True)
-        fabric.save(path, {"model": fabric_module, "gradwire": gw.lightning.state(handle)})
-        gw.lightning.load(fabric, path, {"model": ..., "gradwire": gw.lightning.state(handle)})
-
-    Every rank saves and loads, as always.
+    fabric.save(path, {"model": fabric_module, "gradwire": gw.lightning.state(handle)})
+    gw.lightning.load(fabric, path, {"model": ..., "gradwire": gw.lightning.state(handle)})
     """
     return Compression(handle=handle)
 

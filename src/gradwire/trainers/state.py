@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from gradwire.handles.handle import Handle
 from gradwire.handles.wrapped import only_inside
 
 FILE = "gradwire.pt"  # in a checkpoint's folder
+Makes = Method | Callable[..., Handle]  # of `gw.attach`; or partial(gw.outer, every=100)
 
 
 def warn_of_none(path: str) -> None:
@@ -59,14 +60,15 @@ class Compression:
     """The arguments of `gw.attach`, and the handle once the trainer has wrapped the model.
 
     Args:
-        codec, options: of `gw.attach`.
+        codec, options: of `gw.attach`; or what makes a handle of `gw.outer`, of which each replica
+            has checkpoints of its own.
         handle: of a module that is attached already.
         rank0_only: only rank 0 needs the state; else every rank gets that of all ranks.
     """
 
     def __init__(
         self,
-        codec: Method = "qsgd",
+        codec: Makes = "qsgd",
         options: Mapping[str, Any] | None = None,
         handle: Handle | None = None,
         rank0_only: bool = True,
@@ -84,19 +86,27 @@ class Compression:
         self.detach()
         self.handle, self._loaded = None, {}
 
-    def anew(self, codec: Method, options: Mapping[str, Any]) -> None:
+    def anew(self, codec: Makes, options: Mapping[str, Any]) -> None:
         """Take other arguments; what the trainer's checkpoints have is this object's still."""
         self.begin()
         self._codec, self._options = codec, dict(options)
 
-    def attach(self, model: torch.nn.Module) -> Handle:
+    def attach(self, model: torch.nn.Module, optimizer: Any = None) -> Handle:
         """Attach to what the trainer has wrapped, and load the state that came before.
 
         Raises:
             ConfigError: as `gw.attach` and `Handle.load_state_dict`; or the handles of other ranks
                 are of another part of the model.
         """
-        made = attach(only_inside(model), self._codec, **self._options)
+        if callable(self._codec):  # makes all replicas begin alike; a checkpoint has each one's own
+            own = [p.detach().clone() for p in model.parameters()]
+            optimizer = self._options.pop("optimizer", optimizer)
+            optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's is around it
+            made = self._codec(model, optimizer, **self._options)
+            for p, values in zip(model.parameters(), own if self._loaded else (), strict=False):
+                p.data.copy_(values)
+        else:
+            made = attach(only_inside(model), self._codec, **self._options)
         try:
             _check_whole(made)
             if self._loaded:
@@ -116,6 +126,8 @@ class Compression:
         """The state of all ranks on rank 0, {} on others. Collective: every rank calls it."""
         if self.handle is None:
             return dict(self._loaded)
+        if callable(self._codec):
+            return self.handle._own_state()
         return self.handle.full_state_dict(self._rank0_only)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,10 +12,9 @@ import inspect
 import os
 from typing import Any
 
-from gradwire.aggregators.registry import Method
 from gradwire.errors import ConfigError
 from gradwire.handles.handle import Handle
-from gradwire.trainers.state import FILE, Compression, read, write
+from gradwire.trainers.state import FILE, Compression, Makes, read, write
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -44,7 +43,7 @@ class CompressionCallback(TrainerCallback):
         folder = get_last_checkpoint(args.output_dir) if self.resumes is True else self.resumes
         if folder:
             self._compression.load_state_dict(read(os.path.join(folder, FILE)))
-        self._compression.attach(self._trainer.model_wrapped)
+        self._compression.attach(self._trainer.model_wrapped, self._trainer.optimizer)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.save_only_model:
@@ -60,7 +59,7 @@ class CompressionCallback(TrainerCallback):
         self._compression.detach()
 
 
-def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> CompressionCallback:
+def compress(trainer: Trainer, codec: Makes = "qsgd", **options: Any) -> CompressionCallback:
     """Compress what every later `trainer.train()` synchronises (DDP, or FSDP2).
 
     The state of all ranks is in `checkpoint-N/gradwire.pt`, which
@@ -68,7 +67,7 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
     of training has `handle.metrics()` of rank 0, as "gradwire/...".
 
     Args:
-        codec, options: as in `gw.attach`.
+        codec, options: as in `gw.attach`; or partial(gw.outer, every=100).
 
     Returns:
         The callback, whose `handle` is that of the present training.
@@ -99,12 +98,8 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
     @functools.wraps(log)
     def logging(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         handle, trains = callback.handle, "loss" in logs  # else an evaluation, or the summary
-        if (
-            trains
-            and handle is not None
-            and handle._reductions.installed
-            and trainer.is_world_process_zero()
-        ):
+        here = trains and trainer.is_world_process_zero()
+        if here and handle is not None and handle._reductions.installed:
             logs.update(handle.metrics(prefix="gradwire/"))
         return log(logs, *args, **kwargs)  # on_log is too late: loggers are called before it
 
