@@ -57,7 +57,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "outer_loop":     ( 1100,  7,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
     "__init__":       (  144,  0,  0, "..outer_loop"),
-    "tools/sim":      ( 3417, 40,  0, "..__init__"),
+    "tools/sim":      ( 3586, 42,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
     "tools/bench":    ( 9494, 55,  0, "..__init__ tools/sim tools/lab"),
     "tools/predict":  (  757,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),

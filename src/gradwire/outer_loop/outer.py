@@ -120,14 +120,14 @@ def outer(
     settings = settings.divided(len(parts))
     chosen = options_of(options)
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
-    rules = _with_small(methods.rules(), replica.homes)
+    rules = with_small(methods.rules(), replica.homes)
     comm = communicator(between) if between is not None else _alone()
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
-    plan = _plan(replica, rules, settings, comm.world_size, chosen, 0, device)
+    plan = plan_of(replica, rules, settings, comm.world_size, chosen, 0, device)
 
     def remade(plan: Plan, rules: Rules) -> Plan:
         of = comm.world_size, plan.options, plan.version, device
-        return _plan(replica, rules, settings, *of)
+        return plan_of(replica, rules, settings, *of)
 
     seed = chosen.seed or 0
     plan = available(plan, lambda rules: remade(plan, rules), device, [comm], Decides())
@@ -205,7 +205,7 @@ def _group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | 
     return given
 
 
-def _with_small(rules: Rules, homes: Sequence[Home]) -> Rules:
+def with_small(rules: Rules, homes: Sequence[Home]) -> Rules:
     """Rules in which small weights travel in bf16, unless the user's name them."""
     small = [
         home.name
@@ -221,7 +221,7 @@ def _with_small(rules: Rules, homes: Sequence[Home]) -> Rules:
     return replace(rules, overrides=(*rules.overrides, *extra))
 
 
-def _plan(
+def plan_of(
     replica: Replica,
     rules: Rules,
     settings: OuterSettings,
