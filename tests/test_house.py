@@ -59,12 +59,12 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "__init__":       (  144,  0,  0, "..outer_loop"),
     "tools/sim":      ( 3586, 42,  0, "..__init__"),
     "tools/lab":      ( 1579,  8,  0, "errors lang"),
-    "tools/bench":    ( 9494, 55,  0, "..__init__ tools/sim tools/lab"),
-    "tools/predict":  (  757,  5,  0, "..__init__ tools/sim tools/lab tools/bench"),
-    "tools/report":   ( 3238, 11,  0, "errors tools/bench tools/predict"),
+    "tools/bench":    ( 9498, 55,  0, "..__init__ tools/sim tools/lab"),
+    "tools/predict":  (  878,  6,  0, "..__init__ tools/sim tools/lab tools/bench"),
+    "tools/report":   ( 3243, 11,  0, "errors tools/bench tools/predict"),
     "tools/demo":     (  114,  0,  0, "tools/lab tools/bench tools/report"),
     "tools/doctor":   (   82,  0,  0, "..__init__ tools/lab"),
-    "tools/cli":      ( 1723,  2,  0, "..tools/doctor"),
+    "tools/cli":      ( 1741,  2,  0, "..tools/doctor"),
     "__main__":       (    5,  0,  0, "tools/cli"),
 }  # fmt: skip
 
