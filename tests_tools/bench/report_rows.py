@@ -183,6 +183,14 @@ SIMULATED: dict[str, Any] = {
 SWEPT = [
     {**SIMULATED, "ranks": n, "sweep": "ranks", "value": n, "seconds": n / 10} for n in (2, 8, 32)
 ]
+SIMULATED_OUTER: dict[str, Any] = {
+    "outer": True, "method": "outer:average:every=30", "model": "gpt2", "numel": 124_000_000,
+    "algorithm": "sra", "ranks": 4, "per_node": 1, "net": "1gbit,1ms", "seconds": 0.4,
+    "forward_seconds": 0.1, "backward_seconds": 0.2, "every": 30, "delay": 1, "needed_delay": 12,
+    "meeting_seconds": [3.2], "meeting_bytes": [370_000_000], "hidden_seconds": 0.3,
+    "exposed_seconds": 2.9, "wire_bytes": 370_000_000, "gain": 16.0, "limit_seconds": 0.39,
+    "machine": "a processor",
+}  # fmt: skip
 SIMULATED_SHARDED: dict[str, Any] = {
     "sharded": True, "method": "qsdp:w=8:g=8", "model": "gpt2", "numel": 124_000_000,
     "algorithm": "sra", "ranks": 4, "per_node": 1, "net": "1gbit,1ms", "groups": 14,
@@ -312,6 +320,7 @@ CHANGED: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and whic
     "rate": ([RATE, {**RATE, "net": "2gbit,1ms"}], [0]),
     "latency": ([LATENCY, {**LATENCY, "net": "1gbit,2ms"}], [0]),
     "sharded step": ([SIMULATED_SHARDED, {**SIMULATED_SHARDED, **SWEEP}], [0, 1]),
+    "replicas step": ([SIMULATED_OUTER, {**SIMULATED_OUTER, **SWEEP}], [0, 1]),
     "validated": ([VALIDATED], [0]),
     "transports": (TRANSPORT, [0]),
     "profile": (PROFILE, [0]),

@@ -186,8 +186,8 @@ SIM = [
     ("--sharded --sweep bits=2,4", "sweep one of ranks, rate"),
     ("--sharded --forward -1", "forward=-1"),
     ("--sharded --coordinated", "leave --validate, --partitions and --coordinated out"),
-    ("--methods fsdp-fp32", "--methods: is for a step under FSDP2: give --sharded"),
-    ("--forward 1", "--forward: is of a whole step: give --sharded or --cross-barrier"),
+    ("--methods fsdp-fp32", "--methods fsdp-fp32: write outer:PRESET:every=N, or give --sharded"),
+    ("--forward 1", "--forward: is of a whole step: give --sharded, --cross-barrier or"),
     ("--blocking", "--blocking: is for a step under FSDP2"),
 ]
 PLAN = [

@@ -14,6 +14,9 @@ import command_line
 from gradwire.codecs import get
 from gradwire.errors import ConfigError
 from gradwire_tools.bench.paper import validate
+from gradwire_tools.bench.rows import check
+from gradwire_tools.predict.simulate_outer import KINDS
+from gradwire_tools.report.rows import kind_of
 from machines import USUAL, priced
 from products import EXHAUSTIVE
 
@@ -199,6 +202,69 @@ def test_a_step_under_fsdp2(file: str, tmp_path: Path) -> None:
     assert last[1]["replicas_wire_bytes"] == pytest.approx(
         last[0]["replicas_wire_bytes"] / 2, rel=0.03
     )
+
+
+OF_MEETINGS = {"outer", "forward_seconds", "every", "exposed_seconds", "gain"}
+OF_REPLICAS_THAT_MEET = {
+    "delay", "needed_delay", "hidden_seconds", "meeting_seconds", "meeting_bytes",
+}  # fmt: skip
+
+
+def test_replicas_that_meet_beside_ddp(file: str, tmp_path: Path) -> None:
+    plot, codecs = tmp_path / "plot.svg", ["identity", "qsgd"]
+    meeting = ["outer:average:every=10:codec=none", "outer:streaming:every=12:fragments=2"]
+    given = ["--methods", ",".join(meeting), "--codec", ",".join(codecs), "--backward", "0.2"]
+    given += ["--model", "512x512,512x512"]
+    sweep = ["--sweep", "ranks=2,64", "--plot", str(plot)]
+    rows = rows_of(file, *given, *sweep)
+    methods = [*(f"gradwire:{codec}" for codec in codecs), *meeting]
+    assert [(row["method"], row["ranks"]) for row in rows] == [
+        (method, ranks) for ranks in (2, 64) for method in methods
+    ]
+    for row in rows:
+        of = OF_REPLICAS_THAT_MEET if row["outer"] else set()
+        keys = KEYS - {"codec", "buckets"} | OF_MEETINGS | of | {"sweep", "value"}
+        assert row.keys() == keys
+        assert kind_of(row) is KINDS[0]
+        check(row, KINDS[0], "here")
+        first = rows[0] if row["ranks"] == 2 else rows[4]
+        assert row["gain"] == pytest.approx(first["seconds"] / row["seconds"])
+        computing = row["forward_seconds"] + row["backward_seconds"]
+        assert computing == pytest.approx(0.3)
+        waited = row["exposed_seconds"] / row["every"]
+        assert row["seconds"] == pytest.approx(computing + waited)
+        assert row["limit_seconds"] <= row["seconds"]
+    assert [row["every"] for row in rows[:4]] == [1, 1, 10, 12]
+    assert len(rows[3]["meeting_bytes"]) == 2
+    (alone,) = rows_of(file, "--model", "512x512,512x512", "--codec", "identity", "--ranks", "2")
+    assert rows[0]["wire_bytes"] == alone["wire_bytes"]
+    assert rows[2]["wire_bytes"] == pytest.approx(alone["wire_bytes"], rel=1e-3)  # and one header
+    assert "<svg" in plot.read_text()
+    every = rows_of(file, *given[:1], meeting[0], *given[2:], "--sweep", "every=1,100")
+    assert [row["every"] for row in every] == [1, 1, 1, 1, 1, 100]
+    assert every[2]["seconds"] > every[5]["seconds"] > 0.3
+    (*_, slow) = rows_of(file, *given, "--forward", "0.5", "--net", "1mbit,1ms")
+    assert (slow["forward_seconds"], slow["hidden_seconds"]) == (0.5, pytest.approx(1.4))
+    said = command_line.run("sim", "--curves", file, *given, "--ranks", "2").out
+    assert re.search(r"gradwire:identity.* 1 .*1\.00×", said)
+    assert re.search(r"outer:average:every=10.* 10 .*×", said)
+
+
+def test_replicas_that_cannot_meet_are_refused(file: str) -> None:
+    base = ["--model", "512x512,512x512", "--backward", "0.1", "--methods"]
+    for given, told in (
+        (["qsgd"], "--methods qsgd: write outer:PRESET:every=N, or give --sharded"),
+        (["outer:dilocko"], "did you mean 'diloco'"),
+        (["outer:every=7:fragments=2"], "not a multiple of fragments=2"),
+        (["outer:every=9:fragments=9"], "the model has 2 numbered layers"),
+        (["outer:average", "--backward", "0"], "give --backward or --forward, in seconds"),
+        (["outer:average", "--forward", "-1"], "forward=-1"),
+        (["outer:average", "--cross-barrier"], "--methods: leave --validate and --cross-barrier"),
+        (["outer:average", "--sweep", "evry=1,2"], "--sweep evry: use one of ranks"),
+        (["outer:average", "--sweep", "every=x"], "every='x': give a whole number"),
+    ):
+        said = command_line.run("sim", "--curves", file, *base, *given)
+        assert (said.code, told in " ".join(said.err.split())) == (2, True), (given, said.err)
 
 
 OF_VALIDATION = {

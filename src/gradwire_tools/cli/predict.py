@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from gradwire.errors import ConfigError
+from gradwire_tools.bench.quantities import times
 from gradwire_tools.cli import options, tables
 from gradwire_tools.cli.options import Real, Text, Whole, names, number, writable
 from gradwire_tools.cli.output import output
@@ -25,15 +26,14 @@ def sim(
         bool, Option("--sharded", help="A step under FSDP2: weights are sent, too.")
     ] = False,
     method_names: Annotated[
-        Text, Option("--methods", help="With --sharded: as of bench train --sharded.")
+        Text,
+        Option("--methods", help="Replicas, outer:PRESET:every=N; or of bench train --sharded."),
     ] = None,
     bucket_mb: Annotated[Real, number("MiB at which DDP closes a bucket.")] = None,
     cross_barrier: Annotated[
         bool, Option("--cross-barrier", help="Steps that do not wait for their last averages, too.")
     ] = False,
-    forward: Annotated[
-        Real, number("With --sharded or --cross-barrier: its seconds; half of --backward.")
-    ] = None,
+    forward: Annotated[Real, number("Of whole steps: its seconds; half of --backward.")] = None,
     blocking: Annotated[
         bool, Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
     ] = False,
@@ -62,22 +62,27 @@ def sim(
     """Predict what a step's collectives take, on simulated networks."""
     from gradwire_tools.bench.paper import validate as validation
     from gradwire_tools.bench.train.sharded import COMPARED
-    from gradwire_tools.predict import sim_plot, simulate, simulate_sharded
+    from gradwire_tools.predict import sim_plot, simulate, simulate_outer, simulate_sharded
 
     hsdp: dict[str, Any] = {
         "replicas": replicas,
         "accumulate": accumulate,
         "undeferred": undeferred,
     }
-    of_sharded = {"--methods": method_names, "--blocking": blocking or None}
+    meets = method_names is not None and not sharded
+    of_sharded = {"--blocking": blocking or None}
     of_sharded |= {
         f"--{n}": None if given == (n != "undeferred") else given for n, given in hsdp.items()
     }
     for option, given in of_sharded.items():
         if given is not None and not sharded:
             raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")
-    if forward is not None and not (sharded or cross_barrier):
-        raise ConfigError("--forward: is of a whole step: give --sharded or --cross-barrier, too")
+    if forward is not None and not (sharded or cross_barrier or meets):
+        raise ConfigError(
+            "--forward: is of a whole step: give --sharded, --cross-barrier or --methods, too"
+        )
+    if meets and (validate or cross_barrier):
+        raise ConfigError("--methods: leave --validate and --cross-barrier out")
     if sharded and (cross_barrier or bucket_mb is not None):
         raise ConfigError(
             "--cross-barrier and --bucket-mb are for DDP: FSDP2 sends group by group, and gathers "
@@ -116,6 +121,15 @@ def sim(
             )
             columns = ["method", "seconds", "weights_wire_bytes", "gradients_wire_bytes"]
             columns += ["ratio", "of_limit"]
+        elif meets:
+            codecs = names("--codec", codec_name) or ["identity", "qsgd:bits=4"]
+            chosen = names("--methods", method_names) or []
+            wanted = simulate_outer.WantedOuter(
+                methods=chosen, codecs=codecs, bucket_mb=bucket_mb, forward=forward, **common
+            )
+            gain = f"faster_than_{codecs[0]}"
+            columns = ["method", "algorithm", "every", "seconds", "exposed_seconds", "wire_bytes"]
+            columns.append(gain)
         else:
             codecs = names("--codec", codec_name) or ["qsgd"]
             of_ddp: dict[str, Any] = {
@@ -130,6 +144,10 @@ def sim(
         if sweep:
             columns.insert(0, rows[0]["sweep"])
         shown = [{**row, columns[0]: row["value"]} if sweep else row for row in rows]
+        if meets:
+            shown = [
+                {**row, gain: None if row["gain"] is None else times(row["gain"])} for row in shown
+            ]
         out.table(shown, columns, title=tables.where(rows))
         if draw is not None:
             draw(rows)

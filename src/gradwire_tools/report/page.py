@@ -156,6 +156,10 @@ _SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], Section | list[Section
     "bench kernels": ("", costs.kernels),
     "sim": ("", predictions.simulated),
     "sim --sharded": ("model machine", predictions.sharded),
+    "sim --methods outer": (
+        "model net machine",
+        lambda rows: _listed(rows, "Simulation of replicas that meet"),
+    ),
     "sim --validate": ("", predictions.validation),
     "bench transports": ("", costs.transports),
     "bench profile": ("method net ranks numel", costs.profile),

@@ -15,11 +15,12 @@ from gradwire_tools.bench.paper import ablation, adapt, error, planner_grid, sen
 from gradwire_tools.bench.rows import Row as Row
 from gradwire_tools.bench.rows import RowKind, check
 from gradwire_tools.bench.train import rows as train
-from gradwire_tools.predict import simulate, simulate_sharded
+from gradwire_tools.predict import simulate, simulate_outer, simulate_sharded
 
 _WRITERS: tuple[Any, ...] = (
     train, adapt, sensitivity, planner_grid, ablation, error, aggregators, validate,
-    simulate_sharded, simulate, collectives, kernels, profile, transports, probe, network, record,
+    simulate_sharded, simulate_outer, simulate, collectives, kernels, profile, transports, probe,
+    network, record,
 )  # fmt: skip
 KINDS: list[RowKind] = [kind for writer in _WRITERS for kind in writer.KINDS]  # the first counts
 LINE_BYTES = 16 << 20  # more are no row

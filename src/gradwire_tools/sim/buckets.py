@@ -11,15 +11,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from gradwire.aggregators import (
-    Attached,
-    Dense,
-    rounds_of,
-)
+from gradwire.aggregators import Aggregator, Attached, Dense, rounds_of
 from gradwire.collectives import AllReduce, Options, Part
 from gradwire.errors import ConfigError
 from gradwire.handles.coalescing import Coalescing, Split
-from gradwire.lang import rng
+from gradwire.lang import Codec, rng
+from gradwire.lang.exact import Exact
 from gradwire.planner.plan import ParameterPlan, Plan
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.rank import TimedGraph
@@ -106,9 +103,16 @@ def ddp_scopes(plan: Plan, world_size: int, most_bytes: int | None = None) -> li
         split = Split.of([p.aggregator for p in bucket])
         for shares in coalescing.add(split, _nbytes(bucket), bucket is buckets[-1]):
             members = tuple(buckets[of.bucket][place] for of in shares for place in of.places)
-            scope = _scope(ready, members, world_size, plan.options)
+            scope = scope_of(ready, members, world_size, plan.options)
             found.append(replace(scope, buckets=tuple(of.bucket for of in shares)))
     return found
+
+
+def priced(scopes: Sequence[DdpScope]) -> set[Codec | Aggregator]:
+    """The codecs and aggregators of which curves are needed."""
+    specs = [spec for scope in scopes for part in scope.parts for spec in part.specs]
+    codecs = {spec.codec for spec in specs if not isinstance(spec.codec, Exact)}
+    return codecs | {p.aggregator for scope in scopes for p in scope.computing}
 
 
 def _nbytes(parameters: Sequence[ParameterPlan]) -> int:
@@ -116,10 +120,10 @@ def _nbytes(parameters: Sequence[ParameterPlan]) -> int:
 
 
 @lru_cache(maxsize=256)
-def _scope(
+def scope_of(
     ready: int, planned: tuple[ParameterPlan, ...], world_size: int, options: Options
 ) -> DdpScope:
-    """With what rank 0, and so every rank, asks for."""
+    """With what rank 0, and so every rank, asks for. Raises ConfigError as `ddp_scopes`."""
     heavy = DdpScope(ready, planned, ()).computing
     if sum(p.numel for p in heavy) > _MOST:
         raise ConfigError(

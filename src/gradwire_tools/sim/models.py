@@ -7,7 +7,6 @@ totals against the published ones.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -37,8 +36,7 @@ def shapes(text: str) -> Shapes:
     """
     name = text.strip().lower()
     if name in MODELS:
-        parts = (part if isinstance(part, BlockShapes) else (part,) for part in MODELS[name]())
-        return tuple(itertools.chain.from_iterable(parts))
+        return tuple(named(name).values())
     sizes = tuple(_size(text, part) for part in text.split(","))
     if numel(sizes) > _MOST:
         raise _too_many(text)
@@ -62,6 +60,21 @@ def groups(text: str) -> tuple[Shapes, ...]:
     parts = list(MODELS[name]())
     blocks = [tuple(part) for part in parts if isinstance(part, BlockShapes)]
     return (*blocks, tuple(part for part in parts if not isinstance(part, BlockShapes)))
+
+
+def named(text: str) -> dict[str, Shape]:
+    """As `shapes`, by name: a block's begin with its number, as in a ModuleList; layers that do not
+    repeat, such as embeddings and a head, have none. A size given by hand is a block."""
+    name = text.strip().lower()
+    if name not in MODELS:
+        return {f"{number}.weight": shape for number, shape in enumerate(shapes(text))}
+    parts, found = list(MODELS[name]()), {}
+    most = max(len(part) for part in parts if isinstance(part, BlockShapes))
+    for number, part in enumerate(parts):
+        whole = part if isinstance(part, BlockShapes) else (part,)
+        prefix = f"{number}." if 2 * len(whole) > most else f"layer{number}."
+        found.update({f"{prefix}weight{place}": shape for place, shape in enumerate(whole)})
+    return found
 
 
 def _too_many(text: str) -> ConfigError:

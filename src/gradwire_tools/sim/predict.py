@@ -16,11 +16,10 @@ from gradwire.collectives import Options
 from gradwire.engine import Kind
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire.lang.exact import Exact
 from gradwire.planner.plan import Plan, make_plan
 from gradwire.planner.rules import Rules
 from gradwire_tools.sim import models
-from gradwire_tools.sim.buckets import DdpScope, ddp_scopes
+from gradwire_tools.sim.buckets import DdpScope, ddp_scopes, priced
 from gradwire_tools.sim.curves import Curves
 from gradwire_tools.sim.ensemble import Ensemble
 from gradwire_tools.sim.fabric import Link
@@ -177,10 +176,7 @@ class Scenario(SimulatedStep):
     @property
     def priced(self) -> set[Codec | Aggregator]:
         """The codecs and aggregators of which curves are needed."""
-        scopes = self.scopes
-        specs = [spec for scope in scopes for part in scope.parts for spec in part.specs]
-        codecs = {spec.codec for spec in specs if not isinstance(spec.codec, Exact)}
-        return codecs | {p.aggregator for scope in scopes for p in scope.computing}
+        return priced(self.scopes)
 
 
 def check_seconds(name: str, seconds: float) -> None:
@@ -203,39 +199,69 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     Raises:
         ConfigError: a codec has no curve.
     """
-    n, scopes, curves = scenario.ranks, scenario.scopes, scenario.checked(curves)
-    ensemble, numel = Ensemble(n, scenario.per_node, curves), models.numel(scenario.shapes)
-    parts = [part for scope in scopes for part in scope.parts]
-    represented, graphs = ensemble.graphs(parts, True if scenario.barrier else scenario.exact)
-    computing = [scope.seconds(curves, n) for scope in scopes]
-    # What aggregators compute before their first round, backward waits for.
-    late = accumulate((seconds[0] for seconds in computing), initial=0.0)
-    ready = [
-        scenario.backward * scope.ready / numel + waited
-        for scope, waited in zip(scopes, late, strict=False)
-    ]
-    hop = scenario.net.latency_s + curves.link.overhead
-    starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(graphs))]
-
-    def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
-        left = iter(mine)
-        for number, (when, scope) in enumerate(zip(ready, scopes, strict=True)):
-            submit = partial(rank.submit, number, scope.timed(left), computing[number])
-            rank.clock.at(starts[rank.number] + when, submit)
-
-    ranks, fabric = simulate(scenario.machines(curves), graphs, begin, represented)
-    assert all(len(rank.ended) == len(ready) for rank in ranks), "a rank never finishes"
-    seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
-    rounds = max(
-        sum(max(map(ensemble.latencies, of_round)) for of_round in scope.rounds) for scope in scopes
-    )
+    scopes, numel = scenario.scopes, models.numel(scenario.shapes)
+    ready = [scenario.backward * scope.ready / numel for scope in scopes]
+    found = averaged(scenario, scopes, scenario.checked(curves), ready, scenario.barrier)
     return {
         "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
         "numel": numel,
-        **scenario.row(seconds, scenario.backward, fabric.moved[0], rounds),
+        **scenario.row(found.seconds, scenario.backward, found.moved, found.rounds),
+        "buckets": len(scopes),
+        **found.keys,
+    }
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Simulated scopes.
+
+    Attributes:
+        seconds: until the last rank has the last average.
+        moved: bytes that left node 0.
+        rounds: messages that follow each other, of the scope that has the most.
+        keys: compute_seconds, wire_bytes, messages and exact, as rows have them.
+    """
+
+    seconds: float
+    moved: int
+    rounds: int
+    keys: dict[str, Any]
+
+
+def averaged(
+    step: SimulatedStep,
+    scopes: Sequence[DdpScope],
+    curves: Curves,
+    ready: Sequence[float],
+    barrier: bool = False,
+) -> Averaged:
+    """Simulate scopes that become ready at these seconds; `barrier` as of `Scenario`."""
+    ensemble = Ensemble(step.ranks, step.per_node, curves)
+    parts = [part for scope in scopes for part in scope.parts]
+    represented, graphs = ensemble.graphs(parts, True if barrier else step.exact)
+    computing = [scope.seconds(curves, step.ranks) for scope in scopes]
+    # What aggregators compute before their first round, backward waits for.
+    late = accumulate((seconds[0] for seconds in computing), initial=0.0)
+    begun = [when + waited for when, waited in zip(ready, late, strict=False)]
+    hop = step.net.latency_s + curves.link.overhead
+    starts = [bin(rank).count("1") * hop * barrier for rank in range(len(graphs))]
+
+    def begin(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
+        left = iter(mine)
+        for number, (when, scope) in enumerate(zip(begun, scopes, strict=True)):
+            submit = partial(rank.submit, number, scope.timed(left), computing[number])
+            rank.clock.at(starts[rank.number] + when, submit)
+
+    ranks, fabric = simulate(step.machines(curves), graphs, begin, represented)
+    assert all(len(rank.ended) == len(begun) for rank in ranks), "a rank never finishes"
+    keys = {
         "compute_seconds": max(rank.kernel_seconds for rank in ranks),
         "wire_bytes": ranks[0].sent_bytes.total(),
-        "buckets": len(scopes),
         "messages": sum(timed.graph.kind.count(Kind.SEND) for timed in graphs[0]),
         "exact": represented == 1,
     }
+    rounds = max(
+        sum(max(map(ensemble.latencies, of_round)) for of_round in scope.rounds) for scope in scopes
+    )
+    seconds = max(end - starts[rank.number] for rank in ranks for end in rank.ended.values())
+    return Averaged(seconds, fabric.moved[0], rounds, keys)

@@ -58,9 +58,13 @@ def settings(options: Options) -> OuterSettings:
     """
     given = {name: value for name, value in options.items() if name in _SETTINGS}
     found = settings_of(_preset(options), given)
-    known = {*given, PRESET}
-    registry.get(found.codec, **{n: value for n, value in options.items() if n not in known})
+    registry.get(found.codec, **codec_options(options))
     return found
+
+
+def codec_options(options: Options) -> dict[str, Any]:
+    """Those of the codec."""
+    return {n: value for n, value in options.items() if n not in {*_SETTINGS, PRESET}}
 
 
 def meet(model: Apart, optimizer: torch.optim.Optimizer, options: Options) -> Applied:
