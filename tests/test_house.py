@@ -46,7 +46,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "collectives":    ( 2916, 26,  0, "..groups"),
     "tools/__init__": (    4,  0,  0, ""),
     "aggregators":    ( 3547, 31,  0, "errors lang codecs engine algorithms partition collectives"),
-    "planner":        ( 1754, 10,  3, "..aggregators"),
+    "planner":        ( 1760, 10,  3, "..aggregators"),
     "controllers":    ( 2557, 27,  0, "errors lang codecs aggregators planner"),
     "decide":         ( 1462, 20,  0, "..controllers"),
     "state":          (  876,  6,  0, "..controllers"),

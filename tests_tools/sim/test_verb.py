@@ -261,7 +261,7 @@ def test_replicas_that_cannot_meet_are_refused(file: str) -> None:
         (["outer:average", "--forward", "-1"], "forward=-1"),
         (["outer:average", "--cross-barrier"], "--methods: leave --validate and --cross-barrier"),
         (["outer:average", "--sweep", "evry=1,2"], "--sweep evry: use one of ranks"),
-        (["outer:average", "--sweep", "every=x"], "every='x': give a whole number"),
+        (["outer:average", "--sweep", "every=x"], "every='x' must be a whole number"),
     ):
         said = command_line.run("sim", "--curves", file, *base, *given)
         assert (said.code, told in " ".join(said.err.split())) == (2, True), (given, said.err)
