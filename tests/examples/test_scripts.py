@@ -112,23 +112,31 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     assert len(set(weights(more))) == 1
 
 
+def outer(checkpoint: Path, steps: int, *options: str, ranks: int = 2) -> str:
+    given = "--steps", str(steps), "--codec", "qsgd:bits=4", *options
+    return elastic(checkpoint, *given, ranks=ranks, script="outer.py")
+
+
 def test_replicas_restart_after_one_is_killed(tmp_path: Path) -> None:
-    """Each from its own file, to the same bits; one whose file is older follows the others."""
-    options = "--steps", "30", "--codec", "qsgd:bits=4"
-    whole = elastic(tmp_path / "whole", *options, script="outer.py")
+    """Each from its own file, to the same bits."""
+    whole = outer(tmp_path / "whole", 30)
     first, *_, last = losses(whole)
     assert last < 0.5 * first
     assert "3 rounds in 30 steps" in whole
-    broken = elastic(tmp_path / "broken", *options, "--die-at", "27", script="outer.py")
+    broken = outer(tmp_path / "broken", 30, "--die-at", "27")
     assert len(re.findall(r"replica \d resumes from step 20", broken)) == 2
     assert len(weights(whole + broken)) == 4
     assert len(set(weights(whole + broken))) == 1
-    older = tmp_path / "older"
-    elastic(older, "--steps", "10", *options[2:], script="outer.py")
-    shutil.copy(older / "replica1.pt", tmp_path / "broken")
-    for ranks, steps in (2, "40"), (3, "50"), (1, "60"):  # at 3 ranks one has no file
-        given = "--steps", steps, *options[2:]
-        printed = elastic(tmp_path / "broken", *given, ranks=ranks, script="outer.py")
-        assert f"resumes from step {int(steps) - 10}" in printed
+
+
+def test_other_numbers_of_replicas_go_on(tmp_path: Path) -> None:
+    """One whose file is older, and one that has none, follow the others."""
+    outer(tmp_path, 10)
+    shutil.copy(tmp_path / "replica1.pt", tmp_path / "older")
+    outer(tmp_path, 20)
+    shutil.move(tmp_path / "older", tmp_path / "replica1.pt")
+    for ranks, of in (3, "1 resumes from step 10"), (1, "0 resumes from step 30"):
+        printed = outer(tmp_path, 30 if ranks == 3 else 40, ranks=ranks)
+        assert f"replica {of}" in printed
         assert len(weights(printed)) == ranks
         assert len(set(weights(printed))) == 1
