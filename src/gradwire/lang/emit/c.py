@@ -55,7 +55,7 @@ def lowrank() -> str:
     return _text("lowrank.c")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
 
@@ -77,8 +77,10 @@ def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
     if any(n.op == "lookup" for p in programs for n in ir.walk(p.roots)):
         parts.append(_text("lookup.h"))
     parts.append(c_rows.place(layout, drawn))
-    if layout.staged:
-        parts.append(c_rows.divide())
+    if layout.partials:
+        parts.append(_text("partials.h"))
+    if layout.variable:
+        parts.append(_text("staging.h"))
     for program in programs:
         sweeps = passes.lower(program)
         for number, sweep in enumerate(sweeps):
@@ -109,18 +111,20 @@ def _sweep(
             cursors += c_rows.peers([s for s in drawn if s.source])
         size = c_rows.group_size(layout, sweep)
         if sweep.entries:
-            gathered = len(passes.gathered(program))
-            ranked = passes.is_ranked(program)
+            after = ""
+            if sweep.after:
+                rest = Sweep(sweep.after)
+                parts += [group().emit(number + 1, rest), c_rows.rest(form, number + 1)]
+                after = c_rows.group_size(layout, rest)
+            if sweep.key:
+                parts.append(group().emit_floor(sweep.key))
+            kind = len(passes.gathered(program)), passes.is_ranked(program), bool(sweep.key)
             parts += [
                 group().emit_run(sweep.entries),
-                c_rows.select(form, number, layout, size, ranked, gathered, cursors),
+                c_rows.select(form, number, layout, size, kind, cursors, after),
             ]
         else:
             parts.append(c_rows.sweep(form, number, size, cursors, final=not sweep.completes))
-    if sweep.clears:
-        parts.append(c_rows.clear(form, layout))
-    if sweep.completes:
-        parts.append(c_rows.complete(form, number, sweep.completes))
     return parts
 
 

@@ -3,13 +3,13 @@
 Place           a row's field offsets, random streams and workspace, computed once per row
 FORM_sweepN     divides the blocks of all rows among threads, and takes GROUP at a time; a sweep
                 that selects goes row by row, since a selection belongs to one row
-FORM_completeN  computes tensor reductions from the partial results of a sweep
 FORM            the entry point, with the signature that lang/kernels.py calls
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import indent
 
 from gradwire.lang import ir
 from gradwire.lang.forms import Field
@@ -43,7 +43,7 @@ def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     """The struct Place, the function that fills it, and offsets of variable parts of fields."""
     own = [s for s in streams if not s.source]
     sizes = {"BLOCK": layout.block, "PARTIALS": layout.partials}
-    if layout.staged:
+    if layout.variable:
         sizes["STAGED"] = layout.staged
     lines = [
         "enum { " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) + " };",
@@ -255,32 +255,32 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
 
 
 def select(
-    form: str, number: int, layout: Layout, size: str, ranked: bool, gathered: int, cursors: str
+    form: str,
+    number: int,
+    layout: Layout,
+    size: str,
+    kind: tuple[int, bool, bool],
+    cursors: str,
+    after: str,
 ) -> str:
-    """The loop over rows of a sweep that selects, and the function that stores a selection."""
-    known = len(layout.fields)
-    selection = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
+    """The loop over rows of a sweep that selects, and the function that stores a selection.
+
+    kind: how many numbers are gathered, whether entries are ranked, whether a sample gives a floor.
+    after: the declaration of GROUP of a sweep to make when entries are staged, or "".
+    """
+    counted = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
+    gathered, ranked, sampled = kind
+    floor = f"alone ? 0 : {form}_floor(call, &place)" if sampled else "0"
+    stores = f"""\
+      {{
+        {after}
+        int64_t b = from;
+{indent(_walk(form, number + 1, ""), "  ")}\
+      }}
+"""
     return f"""\
 static void {form}_finish(const Call *call, const Place *place, Staging *staged, int n) {{
-  Run run;
-  uint8_t *payload = place->row->payload;
-  u16 *counts = (u16 *)(payload + place->at[{selection}]);
-  memset(counts, 0, place->blocks * {COUNT_NBYTES});
-  memset(payload + place->at[{known}], 0, tails_of(place));
-  Pick pick = pick_of(staged, n, {int(ranked)});
-  const int64_t entries = pick.entries;
-  int64_t done = 0;
-  int m = 0;
-  for (int t = 0; t < n; t++)
-    for (int64_t e = 0; e < staged[t].count; e++) {{
-      if (!picked(&pick, column(&staged[t], 1)[e])) continue;
-      run.index[m] = column(&staged[t], 0)[e];
-      counts[run.index[m] / BLOCK]++;
-      for (int c = 0; c < {gathered}; c++)
-        run.gathered[c][m] = float_of(column(&staged[t], 2 + c)[e]);
-      if (++m == RUN) {form}_run(call, place, &run, done, RUN, entries), done += RUN, m = 0;
-    }}
-  if (m) {form}_run(call, place, &run, done, m, entries);
+  finish(call, place, staged, n, {counted}, {gathered}, {int(ranked)}, {form}_run);
 }}
 
 static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
@@ -293,10 +293,16 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
     if (blocks && (mine || !alone)) {{
       Place place = place_of(row, partials);
       Staging *staging = place.staging = &call->staging[thread];
-      begin(staging, capacity_of(row->numel));
-      int64_t b = alone ? 0 : blocks * thread / threads;
+      const int64_t from = alone ? 0 : blocks * thread / threads;
       const int64_t end = alone ? blocks : blocks * (thread + 1) / threads;
-{_walk(form, number, cursors)}\
+      uint32_t floor = {floor};
+      for (int again = 1; again; floor = 0) {{
+        begin(staging, capacity_of(row->numel), floor);
+        int64_t b = from;
+{indent(_walk(form, number, cursors), "  ")}\
+        again = floor && fell_short(call, threads);
+      }}
+{stores if after else ""}\
       if (alone) {form}_finish(call, &place, staging, 1);
     }}
     if (blocks && !alone) {{
@@ -308,43 +314,6 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
 #pragma omp barrier
     }}
     partials += floats_of(row->numel);
-  }}
-}}
-"""
-
-
-def complete(form: str, number: int, completes: tuple[tuple[int, str], ...]) -> str:
-    """Reduce the partial results of blocks; rows are divided among threads."""
-    function = {"min": "minimum", "max": "maximum", "sum": "tree_sum"}
-    results = "\n".join(
-        f"      partials[PARTIALS * blocks + {i}] =\n"
-        f"          {function[kind]}(partials + {i} * blocks, blocks);"
-        for i, kind in completes
-    )
-    return f"""\
-static void {form}_complete{number}(const Call *call, int thread, int threads) {{
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {{
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK);
-    if (r % threads == thread && blocks) {{
-{results}
-    }}
-    partials += floats_of(row->numel);
-  }}
-}}
-"""
-
-
-def clear(form: str, layout: Layout) -> str:
-    """Zero the part of a payload whose length depends on data, before it is written."""
-    return f"""\
-static void {form}_clear(const Call *call, int thread, int threads) {{
-  for (int64_t r = 0; r < call->n; r++) {{
-    const Row *row = &call->rows[r];
-    if (r % threads != thread || row->numel == 0) continue;
-    const Place place = place_of(row, 0);
-    memset(row->payload + place.at[{len(layout.fields)}], 0, tails_of(&place));
   }}
 }}
 """
@@ -376,32 +345,14 @@ def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:
         "    const int thread = omp_get_thread_num(), of = omp_get_num_threads();",
     ]
     calls = []
+    function = {"min": "minimum", "max": "maximum", "sum": "tree_sum"}
     for number, s in enumerate(sweeps):
-        calls += [[f"{form}_sweep{number}"]] if s.steps else []
-        calls += [[f"{form}_rank{i}" for i, _ in s.ranks]] if s.ranks else []
-        calls += [[f"{form}_clear"]] if s.clears else []
-        calls += [[f"{form}_complete{number}"]] if s.completes else []
-    for at, functions in enumerate(calls):
+        calls += [[f"{form}_sweep{number}("]] if s.steps else []
+        calls += [[f"{form}_rank{i}(" for i, _ in s.ranks]] if s.ranks else []
+        calls += [["clear("]] if s.clears else []
+        calls += [[f"complete({i}, {function[kind]}, " for i, kind in s.completes]]
+    for at, functions in enumerate(filter(None, calls)):
         lines += ["#pragma omp barrier"] if at else []
-        lines += [f"    {name}(&call, thread, of);" for name in functions]
+        lines += [f"    {begin}&call, thread, of);" for begin in functions]
     lines += ["    past_cache_end();"] if form == "decode" else []
     return "\n".join([*lines, "  }", "  return failed;", "}", ""])
-
-
-def divide() -> str:
-    """The function that divides the workspace among threads, with the sizes of layout.py."""
-    return """\
-static void divide(Call *call, Staging *staging, int threads) {
-  int64_t floats = 0, largest = 0;
-  for (int64_t r = 0; r < call->n; r++) {
-    const int64_t numel = call->rows[r].numel;
-    floats += floats_of(numel);
-    largest = numel > largest ? numel : largest;
-  }
-  uint32_t *at = (uint32_t *)call->workspace + floats;
-  const int64_t room = 2 * capacity_of(largest) + BLOCK + RUN;
-  for (int t = 0; t < threads; t++)
-    staging[t] = (Staging){.room = room, .numbers = at + t * STAGED * room};
-  call->staging = staging;
-}
-"""

@@ -203,11 +203,11 @@ INLINE float highest(int32_t least, int32_t most, uint32_t top) {
     most = (int32_t)u > most ? (int32_t)u : most; \
     top = u > top ? u : top; \
   }
-INLINE float minimum(const float *x, int64_t m) {
+INLINE float minimum(float *x, int64_t m) {
   EXTREMES_OF(x, m)
   return lowest(least, most, top);
 }
-INLINE float maximum(const float *x, int64_t m) {
+INLINE float maximum(float *x, int64_t m) {
   EXTREMES_OF(x, m)
   return highest(least, most, top);
 }
