@@ -42,7 +42,7 @@ def test_topk_is_exact(seed: int, n: int, density: float, ties: bool, bad: int) 
 
 
 def test_a_sample_that_misleads_costs_time_only() -> None:
-    """Only what is sampled before a sweep is large: a floor from it is above most of the k largest."""
+    """Only what is sampled is large, so a floor from it is above most of the k largest."""
     n, codec = 150_000, TopK(0.02, "fp32")
     form = layout(codec)
     every = -(-n // min(2**15, form.staged * form.staging(n)))

@@ -132,7 +132,7 @@ class GroupRows(Blocks):
             self.put("low[e] = (uint8_t)position, high[e] = (uint8_t)(position >> 8);")
         for width, bit in planes(bits):
             half, shift = ("low", bit) if bit < 8 else ("high", bit - 8)
-            self.put(f"at = pack(at, {half}, m, {width}, {shift});")
+            self.put(f"at = pack(at, {half}, m, {width}, {shift}, 8);")
 
     # sinks ---------------------------------------------------------------------------------------
 

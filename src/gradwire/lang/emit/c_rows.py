@@ -9,6 +9,9 @@ FORM            the entry point, with the signature that lang/kernels.py calls
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from string import Template
 from textwrap import indent
 
 from gradwire.lang import ir
@@ -23,7 +26,17 @@ LARGE_VALUES = 1 << 18  # values of a call that exceed the cache of a core
 GROUP_VALUES = 4096
 GROUP_VALUES_OF_SEVERAL = 1024
 MAX_GROUP = 32  # blocks per group, whose scalars are vectorised
-MAX_SINGLE_THREAD = 1 << 16  # values of a row that one thread selects from, without a barrier
+
+
+@lru_cache(maxsize=16)
+def text(name: str) -> str:
+    """A file of C that stands beside this one."""
+    return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
+
+
+def filled(name: str, **values: object) -> str:
+    """The text of a template."""
+    return Template(text(name)).substitute(values)
 
 
 def group(layout: Layout, sweep: Sweep) -> int:
@@ -231,92 +244,30 @@ static __attribute__((noinline, noipa)) void {form}_rest{number}(
 
 def sweep(form: str, number: int, size: str, cursors: str, final: bool) -> str:
     """The loop over rows of one sweep; `size` declares GROUP."""
-    return f"""\
-static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
-  {size}
-  int64_t total = 0, seen = 0;
-  for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
-  const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n && seen < last; r++) {{
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
-    int64_t b = first > seen ? first - seen : 0;
-    const int64_t end = last - seen < blocks ? last - seen : blocks;
-    if (b < end) {{
-      Place place = place_of(row, partials);
-{_walk(form, number, cursors, final)}\
-    }}
-    seen += blocks;
-    partials += floats_of(row->numel);
-  }}
-}}
-"""
+    walk = _walk(form, number, cursors, final)
+    return filled("sweep.c", form=form, number=number, size=size, walk=walk)
 
 
 def select(
     form: str,
     number: int,
     layout: Layout,
-    size: str,
-    kind: tuple[int, bool, bool],
+    sizes: tuple[str, str],
+    given: dict[str, object],
     cursors: str,
-    after: str,
 ) -> str:
     """The loop over rows of a sweep that selects, and the function that stores a selection.
 
-    kind: how many numbers are gathered, whether entries are ranked, whether a sample gives a floor.
-    after: the declaration of GROUP of a sweep to make when entries are staged, or "".
+    sizes: the declaration of GROUP, and that of a sweep to make when entries are staged, or "".
+    given: how many numbers are `gathered`, whether entries are `ranked`, and the `floor`, see c.py.
     """
     counted = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
-    gathered, ranked, sampled = kind
-    floor = f"alone ? 0 : {form}_floor(call, &place)" if sampled else "0"
-    stores = f"""\
-      {{
-        {after}
-        int64_t b = from;
-{indent(_walk(form, number + 1, ""), "  ")}\
-      }}
-"""
-    return f"""\
-static void {form}_finish(const Call *call, const Place *place, Staging *staged, int n) {{
-  finish(call, place, staged, n, {counted}, {gathered}, {int(ranked)}, {form}_run);
-}}
-
-static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
-  {size}
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {{
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
-    const int alone = row->numel <= {MAX_SINGLE_THREAD}, mine = r % threads == thread;
-    if (blocks && (mine || !alone)) {{
-      Place place = place_of(row, partials);
-      Staging *staging = place.staging = &call->staging[thread];
-      const int64_t from = alone ? 0 : blocks * thread / threads;
-      const int64_t end = alone ? blocks : blocks * (thread + 1) / threads;
-      uint32_t floor = {floor};
-      for (int again = 1; again; floor = 0) {{
-        begin(staging, capacity_of(row->numel), floor);
-        int64_t b = from;
-{indent(_walk(form, number, cursors), "  ")}\
-        again = floor && fell_short(call, threads);
-      }}
-{stores if after else ""}\
-      if (alone) {form}_finish(call, &place, staging, 1);
-    }}
-    if (blocks && !alone) {{
-#pragma omp barrier
-      if (mine) {{
-        const Place place = place_of(row, partials);
-        {form}_finish(call, &place, call->staging, threads);
-      }}
-#pragma omp barrier
-    }}
-    partials += floats_of(row->numel);
-  }}
-}}
-"""
+    walk = indent(_walk(form, number, cursors), "  ")
+    stores = indent(f"  {sizes[1]}\n  int64_t b = from;\n{_walk(form, number + 1, '')}", "  ")
+    return filled(
+        "select.c", form=form, number=number, size=sizes[0], walk=walk, counted=counted,
+        stores=f"      {{\n{stores}      }}\n" if sizes[1] else "", **given,
+    )  # fmt: skip
 
 
 def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:

@@ -14,6 +14,8 @@ static void clear(const Call *call, int thread, int threads) {
   }
 }
 
+enum { SINGLE_THREAD = 1 << 16 }; /* values of a row that one thread selects from, without a barrier */
+
 /* Divide the workspace among threads, with the sizes of layout.py. */
 static void divide(Call *call, Staging *staging, int threads) {
   int64_t floats = 0, largest = 0;
