@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codec_calls import call, gradient, round_trip
 from gradwire.codecs import DGC, AdaComp, Codec, GradDrop, HardThreshold, MSTopK, RandomK, TopK
-from gradwire.lang import layout
+from gradwire.lang import layout, rng
 
 MILLION = 1_000_000
 SEEDS = st.integers(0, 2**31)
@@ -39,6 +39,26 @@ def test_topk_is_exact(seed: int, n: int, density: float, ties: bool, bad: int) 
     expected = torch.where(chosen, values, 0.0)
     decoded = round_trip(TopK(density, "fp32"), values)
     assert torch.equal(decoded.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+
+
+def test_a_sample_that_misleads_costs_time_only() -> None:
+    """Only what is sampled is large, so a floor from it is above most of the k largest."""
+    n, codec = 150_000, TopK(0.02, "fp32")
+    form = layout(codec)
+    every = -(-n // min(2**15, form.staged * form.staging(n)))
+    windows = torch.arange(-(-n // every))
+    at = windows * every + (rng.uniform(0, 0, windows) * every).long()
+    values = gradient(n, seed=3).clamp(-9, 9)
+    values[at.clamp(max=n - 1)[::9]] += 1000
+    k, sampled = int(0.02 * n), len(at[::9])
+    assert 0.02 * len(at) * 4 < sampled < k
+    residual = normal(n, 4)
+    for form in ("encode", "encode_ef"):
+        made, meant = (
+            call(codec, form, values, residual=residual, target=target) for target in ("c", "eager")
+        )
+        assert torch.equal(made.payload, meant.payload)
+        assert torch.equal(made.residual, meant.residual)
 
 
 def normal(n: int, seed: int) -> torch.Tensor:

@@ -43,12 +43,18 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     int32_t least0 = INT32_MAX;
     int32_t most0 = INT32_MIN;
     uint32_t top0 = 0;
-#pragma omp simd reduction(min : least0) reduction(max : most0) reduction(max : top0)
+#pragma omp simd reduction(max : most0) reduction(max : top0)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
-      least0 = (int32_t)bits_of(n0) < least0 ? (int32_t)bits_of(n0) : least0;
       most0 = (int32_t)bits_of(n0) > most0 ? (int32_t)bits_of(n0) : most0;
       top0 = (uint32_t)bits_of(n0) > top0 ? (uint32_t)bits_of(n0) : top0;
+    }
+    if (has_one_sign(most0, top0)) {
+#pragma omp simd reduction(min : least0)
+      for (int i = 0; i < m; i++) {
+        const float n0 = values[i];
+        least0 = (int32_t)bits_of(n0) < least0 ? (int32_t)bits_of(n0) : least0;
+      }
     }
     least0_[g] = least0;
     most0_[g] = most0;
@@ -106,37 +112,44 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    Code c23[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c23 + m, 0, 8 * sizeof *c23);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part23[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n0 = values[i];
-      const float n12 = n0 * 0.5f;
-      const float n13 = n12 - n7;
-      const float n20 = n13 * n19;
-      const float n21 = uniform(stream0, stream0_weyl);
-      const float n22 = plus_uniform(n20, stream0, stream0_weyl);
-      const int32_t n23 = to_uint(n22, limit0, limit1);
-      c23[i] = (Code)n23;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n0 = values[i];
+        const float n12 = n0 * 0.5f;
+        const float n13 = n12 - n7;
+        const float n20 = n13 * n19;
+        const float n21 = uniform(stream0, stream0_weyl);
+        const float n22 = plus_uniform(n20, stream0, stream0_weyl);
+        const int32_t n23 = to_code(n22, limit0, limit1);
+        CODE(c23, part23) = n23;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c23, part23);
     }
-    const uint8_t *b23 = narrowed(c23, m);
     uint8_t *out23 = payload + place->at[2] + b * 64;
-    out23 = pack(out23, b23, m, 4, 0);
+    out23 = pack(out23, c23, m, 4, 0, 4);
   }
+  u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n2 = s2_[g];
-    ((u16 *)(payload + place->at[0]))[b] = (u16)n2;
+    at0[g] = (u16)n2;
   }
+  u16 *restrict at1 = (u16 *)(payload + place->at[1]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n11 = s11_[g];
-    ((u16 *)(payload + place->at[1]))[b] = (u16)n11;
+    at1[g] = (u16)n11;
   }
 }
 
@@ -199,14 +212,22 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     int32_t least2 = INT32_MAX;
     int32_t most2 = INT32_MIN;
     uint32_t top2 = 0;
-#pragma omp simd reduction(min : least2) reduction(max : most2) reduction(max : top2)
+#pragma omp simd reduction(max : most2) reduction(max : top2)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n1 = residual[i];
       const float n2 = n0 + n1;
-      least2 = (int32_t)bits_of(n2) < least2 ? (int32_t)bits_of(n2) : least2;
       most2 = (int32_t)bits_of(n2) > most2 ? (int32_t)bits_of(n2) : most2;
       top2 = (uint32_t)bits_of(n2) > top2 ? (uint32_t)bits_of(n2) : top2;
+    }
+    if (has_one_sign(most2, top2)) {
+#pragma omp simd reduction(min : least2)
+      for (int i = 0; i < m; i++) {
+        const float n0 = values[i];
+        const float n1 = residual[i];
+        const float n2 = n0 + n1;
+        least2 = (int32_t)bits_of(n2) < least2 ? (int32_t)bits_of(n2) : least2;
+      }
     }
     least2_[g] = least2;
     most2_[g] = most2;
@@ -267,47 +288,54 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    Code c25[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c25 + m, 0, 8 * sizeof *c25);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part25[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n0 = values[i];
-      const float n1 = residual[i];
-      const float n2 = n0 + n1;
-      const float n14 = n2 * 0.5f;
-      const float n15 = n14 - n9;
-      const float n22 = n15 * n21;
-      const float n23 = uniform(stream0, stream0_weyl);
-      const float n24 = plus_uniform(n22, stream0, stream0_weyl);
-      const int32_t n25 = to_uint(n24, limit0, limit1);
-      const float n26 = (float)n25;
-      const float n27 = n17 * n26;
-      const float n28 = n8 + n27;
-      const float n29 = n28 + n27;
-      const float n30 = n2 - n29;
-      const int n31 = is_finite(n30);
-      const float n32 = n31 ? n30 : n1;
-      c25[i] = (Code)n25;
-      residual[i] = n32;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n0 = values[i];
+        const float n1 = residual[i];
+        const float n2 = n0 + n1;
+        const float n14 = n2 * 0.5f;
+        const float n15 = n14 - n9;
+        const float n22 = n15 * n21;
+        const float n23 = uniform(stream0, stream0_weyl);
+        const float n24 = plus_uniform(n22, stream0, stream0_weyl);
+        const int32_t n25 = to_uint(n24, limit0, limit1);
+        const float n26 = (float)n25;
+        const float n27 = n17 * n26;
+        const float n28 = n8 + n27;
+        const float n29 = n28 + n27;
+        const float n30 = n2 - n29;
+        const int n31 = is_finite(n30);
+        const float n32 = n31 ? n30 : n1;
+        CODE(c25, part25) = n25;
+        residual[i] = n32;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c25, part25);
     }
-    const uint8_t *b25 = narrowed(c25, m);
     uint8_t *out25 = payload + place->at[2] + b * 64;
-    out25 = pack(out25, b25, m, 4, 0);
+    out25 = pack(out25, c25, m, 4, 0, 4);
   }
+  u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n4 = s4_[g];
-    ((u16 *)(payload + place->at[0]))[b] = (u16)n4;
+    at0[g] = (u16)n4;
   }
+  u16 *restrict at1 = (u16 *)(payload + place->at[1]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n13 = s13_[g];
-    ((u16 *)(payload + place->at[1]))[b] = (u16)n13;
+    at1[g] = (u16)n13;
   }
 }
 
@@ -689,12 +717,18 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     int32_t least12 = INT32_MAX;
     int32_t most12 = INT32_MIN;
     uint32_t top12 = 0;
-#pragma omp simd reduction(min : least12) reduction(max : most12) reduction(max : top12)
+#pragma omp simd reduction(max : most12) reduction(max : top12)
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
-      least12 = (int32_t)bits_of(n12) < least12 ? (int32_t)bits_of(n12) : least12;
       most12 = (int32_t)bits_of(n12) > most12 ? (int32_t)bits_of(n12) : most12;
       top12 = (uint32_t)bits_of(n12) > top12 ? (uint32_t)bits_of(n12) : top12;
+    }
+    if (has_one_sign(most12, top12)) {
+#pragma omp simd reduction(min : least12)
+      for (int i = 0; i < m; i++) {
+        const float n12 = a10[i] * factor;
+        least12 = (int32_t)bits_of(n12) < least12 ? (int32_t)bits_of(n12) : least12;
+      }
     }
     least12_[g] = least12;
     most12_[g] = most12;
@@ -755,43 +789,50 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    Code c35[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c35 + m, 0, 8 * sizeof *c35);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part35[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n12 = a10[i] * factor;
-      const float n24 = n12 * 0.5f;
-      const float n25 = n24 - n19;
-      const float n32 = n25 * n31;
-      const float n33 = uniform(stream0, stream0_weyl);
-      const float n34 = plus_uniform(n32, stream0, stream0_weyl);
-      const int32_t n35 = to_uint(n34, limit0, limit1);
-      const float n36 = (float)n35;
-      const float n37 = n27 * n36;
-      const float n38 = n18 + n37;
-      const float n39 = n38 + n37;
-      const float n40 = to_fp32(n39);
-      c35[i] = (Code)n35;
-      values[i] = n40;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n12 = a10[i] * factor;
+        const float n24 = n12 * 0.5f;
+        const float n25 = n24 - n19;
+        const float n32 = n25 * n31;
+        const float n33 = uniform(stream0, stream0_weyl);
+        const float n34 = plus_uniform(n32, stream0, stream0_weyl);
+        const int32_t n35 = to_uint(n34, limit0, limit1);
+        const float n36 = (float)n35;
+        const float n37 = n27 * n36;
+        const float n38 = n18 + n37;
+        const float n39 = n38 + n37;
+        const float n40 = to_fp32(n39);
+        CODE(c35, part35) = n35;
+        values[i] = n40;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c35, part35);
     }
-    const uint8_t *b35 = narrowed(c35, m);
     uint8_t *out35 = payload + place->at[2] + b * 64;
-    out35 = pack(out35, b35, m, 4, 0);
+    out35 = pack(out35, c35, m, 4, 0, 4);
   }
+  u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n14 = s14_[g];
-    ((u16 *)(payload + place->at[0]))[b] = (u16)n14;
+    at0[g] = (u16)n14;
   }
+  u16 *restrict at1 = (u16 *)(payload + place->at[1]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n23 = s23_[g];
-    ((u16 *)(payload + place->at[1]))[b] = (u16)n23;
+    at1[g] = (u16)n23;
   }
 }
 
@@ -891,12 +932,18 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     int32_t least14 = INT32_MAX;
     int32_t most14 = INT32_MIN;
     uint32_t top14 = 0;
-#pragma omp simd reduction(min : least14) reduction(max : most14) reduction(max : top14)
+#pragma omp simd reduction(max : most14) reduction(max : top14)
     for (int i = 0; i < m; i++) {
       const float n14 = a12[i] * factor;
-      least14 = (int32_t)bits_of(n14) < least14 ? (int32_t)bits_of(n14) : least14;
       most14 = (int32_t)bits_of(n14) > most14 ? (int32_t)bits_of(n14) : most14;
       top14 = (uint32_t)bits_of(n14) > top14 ? (uint32_t)bits_of(n14) : top14;
+    }
+    if (has_one_sign(most14, top14)) {
+#pragma omp simd reduction(min : least14)
+      for (int i = 0; i < m; i++) {
+        const float n14 = a12[i] * factor;
+        least14 = (int32_t)bits_of(n14) < least14 ? (int32_t)bits_of(n14) : least14;
+      }
     }
     least14_[g] = least14;
     most14_[g] = most14;
@@ -958,49 +1005,56 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    Code c37[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c37[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c37 + m, 0, 8 * sizeof *c37);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part37[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n14 = a12[i] * factor;
-      const float n26 = n14 * 0.5f;
-      const float n27 = n26 - n21;
-      const float n34 = n27 * n33;
-      const float n35 = uniform(stream0, stream0_weyl);
-      const float n36 = plus_uniform(n34, stream0, stream0_weyl);
-      const int32_t n37 = to_uint(n36, limit0, limit1);
-      const float n38 = (float)n37;
-      const float n39 = n29 * n38;
-      const float n40 = n20 + n39;
-      const float n41 = n40 + n39;
-      const float n42 = to_fp32(n41);
-      const float n43 = n14 - n41;
-      const float n44 = n43 / factor;
-      const int n45 = is_finite(n44);
-      const float n1 = residual[i];
-      const float n46 = n45 ? n44 : n1;
-      c37[i] = (Code)n37;
-      values[i] = n42;
-      residual[i] = n46;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n14 = a12[i] * factor;
+        const float n26 = n14 * 0.5f;
+        const float n27 = n26 - n21;
+        const float n34 = n27 * n33;
+        const float n35 = uniform(stream0, stream0_weyl);
+        const float n36 = plus_uniform(n34, stream0, stream0_weyl);
+        const int32_t n37 = to_uint(n36, limit0, limit1);
+        const float n38 = (float)n37;
+        const float n39 = n29 * n38;
+        const float n40 = n20 + n39;
+        const float n41 = n40 + n39;
+        const float n42 = to_fp32(n41);
+        const float n43 = n14 - n41;
+        const float n44 = n43 / factor;
+        const int n45 = is_finite(n44);
+        const float n1 = residual[i];
+        const float n46 = n45 ? n44 : n1;
+        CODE(c37, part37) = n37;
+        values[i] = n42;
+        residual[i] = n46;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c37, part37);
     }
-    const uint8_t *b37 = narrowed(c37, m);
     uint8_t *out37 = payload + place->at[2] + b * 64;
-    out37 = pack(out37, b37, m, 4, 0);
+    out37 = pack(out37, c37, m, 4, 0, 4);
   }
+  u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n16 = s16_[g];
-    ((u16 *)(payload + place->at[0]))[b] = (u16)n16;
+    at0[g] = (u16)n16;
   }
+  u16 *restrict at1 = (u16 *)(payload + place->at[1]) + b0;
 #pragma omp simd
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const uint32_t n25 = s25_[g];
-    ((u16 *)(payload + place->at[1]))[b] = (u16)n25;
+    at1[g] = (u16)n25;
   }
 }
 

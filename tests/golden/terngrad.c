@@ -25,6 +25,19 @@ INLINE int64_t floats_of(int64_t numel) {
   return (blocks_of(numel, BLOCK) + 1) * PARTIALS;
 }
 
+/* Compute tensor reduction `index` of every row from the partial results of its blocks; rows are
+   divided among threads. Text that follows the codec's struct Place. */
+INLINE void complete(
+    const int index, float (*reduce)(float *, int64_t), const Call *call, int thread, int threads) {
+  float *partials = call->workspace;
+  for (int64_t r = 0; r < call->n; r++) {
+    const int64_t numel = call->rows[r].numel, blocks = blocks_of(numel, BLOCK);
+    if (r % threads == thread && blocks)
+      partials[PARTIALS * blocks + index] = reduce(partials + index * blocks, blocks);
+    partials += floats_of(numel);
+  }
+}
+
 INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
   enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
@@ -43,12 +56,18 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     int32_t least0 = INT32_MAX;
     int32_t most0 = INT32_MIN;
     uint32_t top0 = 0;
-#pragma omp simd reduction(min : least0) reduction(max : most0) reduction(max : top0)
+#pragma omp simd reduction(max : most0) reduction(max : top0)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
-      least0 = (int32_t)bits_of(n0) < least0 ? (int32_t)bits_of(n0) : least0;
       most0 = (int32_t)bits_of(n0) > most0 ? (int32_t)bits_of(n0) : most0;
       top0 = (uint32_t)bits_of(n0) > top0 ? (uint32_t)bits_of(n0) : top0;
+    }
+    if (has_one_sign(most0, top0)) {
+#pragma omp simd reduction(min : least0)
+      for (int i = 0; i < m; i++) {
+        const float n0 = values[i];
+        least0 = (int32_t)bits_of(n0) < least0 ? (int32_t)bits_of(n0) : least0;
+      }
     }
     least0_[g] = least0;
     most0_[g] = most0;
@@ -107,21 +126,6 @@ static void encode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-static void encode_complete0(const Call *call, int thread, int threads) {
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK);
-    if (r % threads == thread && blocks) {
-      partials[PARTIALS * blocks + 0] =
-          minimum(partials + 0 * blocks, blocks);
-      partials[PARTIALS * blocks + 1] =
-          maximum(partials + 1 * blocks, blocks);
-    }
-    partials += floats_of(row->numel);
-  }
-}
-
 INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
   enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
@@ -145,23 +149,28 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    Code c23[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c23 + m, 0, 8 * sizeof *c23);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part23[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n0 = values[i];
-      const float n13 = n0 * 0.5f;
-      const float n14 = n13 - n8;
-      const float n20 = n14 * n19;
-      const float n21 = uniform(stream0, stream0_weyl);
-      const float n22 = plus_uniform(n20, stream0, stream0_weyl);
-      const int32_t n23 = to_uint(n22, limit0, limit1);
-      c23[i] = (Code)n23;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n0 = values[i];
+        const float n13 = n0 * 0.5f;
+        const float n14 = n13 - n8;
+        const float n20 = n14 * n19;
+        const float n21 = uniform(stream0, stream0_weyl);
+        const float n22 = plus_uniform(n20, stream0, stream0_weyl);
+        const int32_t n23 = to_code(n22, limit0, limit1);
+        CODE(c23, part23) = n23;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c23, part23);
     }
-    const uint8_t *b23 = narrowed(c23, m);
     uint8_t *out23 = payload + place->at[2] + b * 256;
-    out23 = pack(out23, b23, m, 2, 0);
+    out23 = pack(out23, c23, m, 2, 0, 2);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n3;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n12;
@@ -205,7 +214,8 @@ int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     encode_sweep0(&call, thread, of);
 #pragma omp barrier
-    encode_complete0(&call, thread, of);
+    complete(0, minimum, &call, thread, of);
+    complete(1, maximum, &call, thread, of);
 #pragma omp barrier
     encode_sweep1(&call, thread, of);
   }
@@ -230,14 +240,22 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     int32_t least2 = INT32_MAX;
     int32_t most2 = INT32_MIN;
     uint32_t top2 = 0;
-#pragma omp simd reduction(min : least2) reduction(max : most2) reduction(max : top2)
+#pragma omp simd reduction(max : most2) reduction(max : top2)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n1 = residual[i];
       const float n2 = n0 + n1;
-      least2 = (int32_t)bits_of(n2) < least2 ? (int32_t)bits_of(n2) : least2;
       most2 = (int32_t)bits_of(n2) > most2 ? (int32_t)bits_of(n2) : most2;
       top2 = (uint32_t)bits_of(n2) > top2 ? (uint32_t)bits_of(n2) : top2;
+    }
+    if (has_one_sign(most2, top2)) {
+#pragma omp simd reduction(min : least2)
+      for (int i = 0; i < m; i++) {
+        const float n0 = values[i];
+        const float n1 = residual[i];
+        const float n2 = n0 + n1;
+        least2 = (int32_t)bits_of(n2) < least2 ? (int32_t)bits_of(n2) : least2;
+      }
     }
     least2_[g] = least2;
     most2_[g] = most2;
@@ -296,21 +314,6 @@ static void encode_ef_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-static void encode_ef_complete0(const Call *call, int thread, int threads) {
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK);
-    if (r % threads == thread && blocks) {
-      partials[PARTIALS * blocks + 0] =
-          minimum(partials + 0 * blocks, blocks);
-      partials[PARTIALS * blocks + 1] =
-          maximum(partials + 1 * blocks, blocks);
-    }
-    partials += floats_of(row->numel);
-  }
-}
-
 INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
   enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
@@ -334,33 +337,38 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    Code c25[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c25 + m, 0, 8 * sizeof *c25);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part25[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n0 = values[i];
-      const float n1 = residual[i];
-      const float n2 = n0 + n1;
-      const float n15 = n2 * 0.5f;
-      const float n16 = n15 - n10;
-      const float n22 = n16 * n21;
-      const float n23 = uniform(stream0, stream0_weyl);
-      const float n24 = plus_uniform(n22, stream0, stream0_weyl);
-      const int32_t n25 = to_uint(n24, limit0, limit1);
-      const float n26 = (float)n25;
-      const float n27 = n14 * n26;
-      const float n28 = n5 + n27;
-      const float n29 = n28 + n27;
-      const float n30 = n2 - n29;
-      const int n31 = is_finite(n30);
-      const float n32 = n31 ? n30 : n1;
-      c25[i] = (Code)n25;
-      residual[i] = n32;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n0 = values[i];
+        const float n1 = residual[i];
+        const float n2 = n0 + n1;
+        const float n15 = n2 * 0.5f;
+        const float n16 = n15 - n10;
+        const float n22 = n16 * n21;
+        const float n23 = uniform(stream0, stream0_weyl);
+        const float n24 = plus_uniform(n22, stream0, stream0_weyl);
+        const int32_t n25 = to_uint(n24, limit0, limit1);
+        const float n26 = (float)n25;
+        const float n27 = n14 * n26;
+        const float n28 = n5 + n27;
+        const float n29 = n28 + n27;
+        const float n30 = n2 - n29;
+        const int n31 = is_finite(n30);
+        const float n32 = n31 ? n30 : n1;
+        CODE(c25, part25) = n25;
+        residual[i] = n32;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c25, part25);
     }
-    const uint8_t *b25 = narrowed(c25, m);
     uint8_t *out25 = payload + place->at[2] + b * 256;
-    out25 = pack(out25, b25, m, 2, 0);
+    out25 = pack(out25, c25, m, 2, 0, 2);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n5;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n14;
@@ -404,7 +412,8 @@ int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     encode_ef_sweep0(&call, thread, of);
 #pragma omp barrier
-    encode_ef_complete0(&call, thread, of);
+    complete(0, minimum, &call, thread, of);
+    complete(1, maximum, &call, thread, of);
 #pragma omp barrier
     encode_ef_sweep1(&call, thread, of);
   }
@@ -713,12 +722,18 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     int32_t least10 = INT32_MAX;
     int32_t most10 = INT32_MIN;
     uint32_t top10 = 0;
-#pragma omp simd reduction(min : least10) reduction(max : most10) reduction(max : top10)
+#pragma omp simd reduction(max : most10) reduction(max : top10)
     for (int i = 0; i < m; i++) {
       const float n10 = a8[i] * factor;
-      least10 = (int32_t)bits_of(n10) < least10 ? (int32_t)bits_of(n10) : least10;
       most10 = (int32_t)bits_of(n10) > most10 ? (int32_t)bits_of(n10) : most10;
       top10 = (uint32_t)bits_of(n10) > top10 ? (uint32_t)bits_of(n10) : top10;
+    }
+    if (has_one_sign(most10, top10)) {
+#pragma omp simd reduction(min : least10)
+      for (int i = 0; i < m; i++) {
+        const float n10 = a8[i] * factor;
+        least10 = (int32_t)bits_of(n10) < least10 ? (int32_t)bits_of(n10) : least10;
+      }
     }
     least10_[g] = least10;
     most10_[g] = most10;
@@ -773,21 +788,6 @@ static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
       if (b < end) reduce_encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += floats_of(row->numel);
-  }
-}
-
-static void reduce_encode_complete0(const Call *call, int thread, int threads) {
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK);
-    if (r % threads == thread && blocks) {
-      partials[PARTIALS * blocks + 0] =
-          minimum(partials + 0 * blocks, blocks);
-      partials[PARTIALS * blocks + 1] =
-          maximum(partials + 1 * blocks, blocks);
-    }
     partials += floats_of(row->numel);
   }
 }
@@ -851,29 +851,34 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
-    Code c33[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c33[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c33 + m, 0, 8 * sizeof *c33);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part33[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n10 = a8[i] * factor;
-      const float n23 = n10 * 0.5f;
-      const float n24 = n23 - n18;
-      const float n30 = n24 * n29;
-      const float n31 = uniform(stream0, stream0_weyl);
-      const float n32 = plus_uniform(n30, stream0, stream0_weyl);
-      const int32_t n33 = to_uint(n32, limit0, limit1);
-      const float n34 = (float)n33;
-      const float n35 = n22 * n34;
-      const float n36 = n13 + n35;
-      const float n37 = n36 + n35;
-      const float n38 = to_fp32(n37);
-      c33[i] = (Code)n33;
-      values[i] = n38;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n10 = a8[i] * factor;
+        const float n23 = n10 * 0.5f;
+        const float n24 = n23 - n18;
+        const float n30 = n24 * n29;
+        const float n31 = uniform(stream0, stream0_weyl);
+        const float n32 = plus_uniform(n30, stream0, stream0_weyl);
+        const int32_t n33 = to_uint(n32, limit0, limit1);
+        const float n34 = (float)n33;
+        const float n35 = n22 * n34;
+        const float n36 = n13 + n35;
+        const float n37 = n36 + n35;
+        const float n38 = to_fp32(n37);
+        CODE(c33, part33) = n33;
+        values[i] = n38;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c33, part33);
     }
-    const uint8_t *b33 = narrowed(c33, m);
     uint8_t *out33 = payload + place->at[2] + b * 256;
-    out33 = pack(out33, b33, m, 2, 0);
+    out33 = pack(out33, c33, m, 2, 0, 2);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n13;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n22;
@@ -917,7 +922,8 @@ int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     reduce_encode_sweep0(&call, thread, of);
 #pragma omp barrier
-    reduce_encode_complete0(&call, thread, of);
+    complete(0, minimum, &call, thread, of);
+    complete(1, maximum, &call, thread, of);
 #pragma omp barrier
     reduce_encode_sweep1(&call, thread, of);
   }
@@ -977,12 +983,18 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     int32_t least12 = INT32_MAX;
     int32_t most12 = INT32_MIN;
     uint32_t top12 = 0;
-#pragma omp simd reduction(min : least12) reduction(max : most12) reduction(max : top12)
+#pragma omp simd reduction(max : most12) reduction(max : top12)
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
-      least12 = (int32_t)bits_of(n12) < least12 ? (int32_t)bits_of(n12) : least12;
       most12 = (int32_t)bits_of(n12) > most12 ? (int32_t)bits_of(n12) : most12;
       top12 = (uint32_t)bits_of(n12) > top12 ? (uint32_t)bits_of(n12) : top12;
+    }
+    if (has_one_sign(most12, top12)) {
+#pragma omp simd reduction(min : least12)
+      for (int i = 0; i < m; i++) {
+        const float n12 = a10[i] * factor;
+        least12 = (int32_t)bits_of(n12) < least12 ? (int32_t)bits_of(n12) : least12;
+      }
     }
     least12_[g] = least12;
     most12_[g] = most12;
@@ -1037,21 +1049,6 @@ static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
       if (b < end) reduce_encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += floats_of(row->numel);
-  }
-}
-
-static void reduce_encode_ef_complete0(const Call *call, int thread, int threads) {
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK);
-    if (r % threads == thread && blocks) {
-      partials[PARTIALS * blocks + 0] =
-          minimum(partials + 0 * blocks, blocks);
-      partials[PARTIALS * blocks + 1] =
-          maximum(partials + 1 * blocks, blocks);
-    }
     partials += floats_of(row->numel);
   }
 }
@@ -1116,35 +1113,40 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
     const float *restrict a10 = a10_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    Code c35[BLOCK + 8] __attribute__((aligned(64)));
+    uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
+    memset(c35 + m, 0, 8 * sizeof *c35);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    for (int from = 0; from < m; from += STEP) {
+      const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
+      Code part35[PART] __attribute__((aligned(64)));
 #pragma omp simd linear(stream0_weyl : WEYL)
-    for (int i = 0; i < m; i++) {
-      const float n12 = a10[i] * factor;
-      const float n25 = n12 * 0.5f;
-      const float n26 = n25 - n20;
-      const float n32 = n26 * n31;
-      const float n33 = uniform(stream0, stream0_weyl);
-      const float n34 = plus_uniform(n32, stream0, stream0_weyl);
-      const int32_t n35 = to_uint(n34, limit0, limit1);
-      const float n36 = (float)n35;
-      const float n37 = n24 * n36;
-      const float n38 = n15 + n37;
-      const float n39 = n38 + n37;
-      const float n40 = to_fp32(n39);
-      const float n41 = n12 - n39;
-      const float n42 = n41 / factor;
-      const int n43 = is_finite(n42);
-      const float n1 = residual[i];
-      const float n44 = n43 ? n42 : n1;
-      c35[i] = (Code)n35;
-      values[i] = n40;
-      residual[i] = n44;
-      stream0_weyl += WEYL;
+      for (int i = from; i < to; i++) {
+        const float n12 = a10[i] * factor;
+        const float n25 = n12 * 0.5f;
+        const float n26 = n25 - n20;
+        const float n32 = n26 * n31;
+        const float n33 = uniform(stream0, stream0_weyl);
+        const float n34 = plus_uniform(n32, stream0, stream0_weyl);
+        const int32_t n35 = to_uint(n34, limit0, limit1);
+        const float n36 = (float)n35;
+        const float n37 = n24 * n36;
+        const float n38 = n15 + n37;
+        const float n39 = n38 + n37;
+        const float n40 = to_fp32(n39);
+        const float n41 = n12 - n39;
+        const float n42 = n41 / factor;
+        const int n43 = is_finite(n42);
+        const float n1 = residual[i];
+        const float n44 = n43 ? n42 : n1;
+        CODE(c35, part35) = n35;
+        values[i] = n40;
+        residual[i] = n44;
+        stream0_weyl += WEYL;
+      }
+      NARROW(c35, part35);
     }
-    const uint8_t *b35 = narrowed(c35, m);
     uint8_t *out35 = payload + place->at[2] + b * 256;
-    out35 = pack(out35, b35, m, 2, 0);
+    out35 = pack(out35, c35, m, 2, 0, 2);
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n15;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n24;
@@ -1188,7 +1190,8 @@ int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     reduce_encode_ef_sweep0(&call, thread, of);
 #pragma omp barrier
-    reduce_encode_ef_complete0(&call, thread, of);
+    complete(0, minimum, &call, thread, of);
+    complete(1, maximum, &call, thread, of);
 #pragma omp barrier
     reduce_encode_ef_sweep1(&call, thread, of);
   }

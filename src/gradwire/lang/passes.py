@@ -54,12 +54,17 @@ def lower(program: ir.Function) -> tuple[Sweep, ...]:
         ranks = [p for p in partials if isinstance(p.node.attr, ir.Rank)]
         plain = [p for p in partials if p not in ranks]
         sampled = [Sink("sample", p.node) for p in ranks if not is_local(p.node.args[0])]
+        key = next((s.node for s in sinks if s.kind == "key" and is_foreseen(s.node)), None)
+        selects = [s for s in sinks if s.kind in ("key", "stage")]
+        others = [s for s in sinks if key and s not in selects]
         sweeps.append(
             Sweep(
-                order_steps(sinks + sampled, plain, stored),
+                order_steps([s for s in sinks if s not in others] + sampled, plain, stored),
                 tuple((p.index, str(p.node.attr)) for p in plain),
                 tuple((p.index, p.node) for p in ranks),
                 entries if number == len(cut) - 1 else (),
+                key,
+                order_steps(others, [], stored) if others else (),
                 clears=any(s.kind == "flag" for s in sinks),
             )
         )
@@ -88,11 +93,16 @@ def is_local(element: Node) -> bool:
     return all((n.op in local or n.scope <= Scope.TENSOR) and not looked_up(n) for n in needed)
 
 
-def rank_nodes(reduction: Node) -> tuple[Scalars, tuple[Node, ...]]:
+def is_foreseen(selection: Node) -> bool:
+    """Whether a sample tells, before the sweep, how large the keys are that will be selected."""
+    return any(a.dtype != "bool" for a in selection.args) and all(map(is_local, selection.args))
+
+
+def sample_nodes(elements: Iterable[Node]) -> tuple[Scalars, tuple[Node, ...]]:
     """The scalars of the row, and the elements, to compute for every value of a sample."""
-    needed = _needed([reduction.args[0]])
-    elements = tuple(n for n in needed if n.scope is Scope.ELEMENT and n.op != "const")
-    return _row_scalars([reduction.args[0]]), elements
+    roots = list(elements)
+    computed = (n for n in _needed(roots) if n.scope is Scope.ELEMENT and n.op != "const")
+    return _row_scalars(roots), tuple(computed)
 
 
 def _row_scalars(roots: Iterable[Node]) -> Scalars:

@@ -159,6 +159,8 @@ class Sweep:
         ranks: (index, node) of the order statistics that are complete after it. They need no steps
             if their elements can be computed one by one from memory.
         entries: scalars of the row and the loop over entries, after a selection is staged.
+        key: the selection, if its keys can be sampled before: then the sweep may be made twice.
+        after: steps for every block that come after the sweep, since they overwrite what it reads.
         clears: whether to zero the memory of kept codes after it, when their flags are known.
     """
 
@@ -166,6 +168,8 @@ class Sweep:
     completes: tuple[tuple[int, str], ...] = ()
     ranks: tuple[tuple[int, Node], ...] = ()
     entries: tuple[Step, ...] = ()
+    key: Node | None = None
+    after: tuple[Step, ...] = ()
     clears: bool = False
 
     @property

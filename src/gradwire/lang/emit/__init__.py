@@ -48,7 +48,7 @@ CASTS: dict[tuple[str, str], Rule] = {
     ("fp16", "saturated"): _both("to_fp16_saturated({})"),
     ("fp8", "nearest"): _both("to_fp8({})"),
     ("int32", "zero"): _both("to_int32({})"),
-    ("code", "zero"): ("to_uint({}, {zero}, {top})", "to_code({}, {top}.0)"),
+    ("code", "zero"): ("{to}({}, {zero}, {top})", "to_code({}, {top}.0)"),
 }
 # to fp32, from a dtype whose bits are in an integer register; from others:
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp8": "from_fp8({})", "fp32": "{}"}

@@ -1,15 +1,13 @@
 """Plain C from lowered programs: the functions of a codec's forms, in order.
 
-c_nodes.py has a rule per operation, c_blocks.py and c_entries.py one per step and sink, c_rows.py
-the code around them; c_stack.py places large arrays.
+c_nodes.py has a rule per operation, c_blocks.py and c_entries.py one per step and sink, c_loops.py
+the loop over elements, c_rows.py the code around all; c_stack.py places large arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from gradwire.lang import forms, ir, passes
@@ -37,27 +35,19 @@ LOWRANK = {
 }
 
 
-@lru_cache(maxsize=1)
 def prelude() -> str:
     """The text at the beginning of every generated file."""
-    return _text("prelude.h")
+    return c_rows.text("prelude.h")
 
 
-@lru_cache(maxsize=1)
 def series() -> str:
     """The source of the function that runs several forms in one call."""
-    return _text("series.c")
+    return c_rows.text("series.c")
 
 
-@lru_cache(maxsize=1)
 def lowrank() -> str:
     """The source of PowerSGD's arithmetic."""
-    return _text("lowrank.c")
-
-
-@lru_cache(maxsize=4)
-def _text(name: str) -> str:
-    return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
+    return c_rows.text("lowrank.c")
 
 
 def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
@@ -71,14 +61,16 @@ def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
     """The C source of all forms of a codec, without the prelude; depends on its arguments only."""
     programs = tuple(programs)
     drawn = streams(programs)
-    parts = [_text("selection.h")] if layout.variable or layout.samples else []
+    parts = [c_rows.text("selection.h")] if layout.variable or layout.samples else []
     if any(isinstance(n.attr, ir.Rotation) for p in programs for n in ir.walk(p.roots)):
-        parts.append(_text("rotation.h"))
+        parts.append(c_rows.text("rotation.h"))
     if any(n.op == "lookup" for p in programs for n in ir.walk(p.roots)):
-        parts.append(_text("lookup.h"))
+        parts.append(c_rows.text("lookup.h"))
     parts.append(c_rows.place(layout, drawn))
-    if layout.staged:
-        parts.append(c_rows.divide())
+    if layout.partials:
+        parts.append(c_rows.text("partials.h"))
+    if layout.variable:
+        parts.append(c_rows.text("staging.h"))
     for program in programs:
         sweeps = passes.lower(program)
         for number, sweep in enumerate(sweeps):
@@ -109,18 +101,20 @@ def _sweep(
             cursors += c_rows.peers([s for s in drawn if s.source])
         size = c_rows.group_size(layout, sweep)
         if sweep.entries:
-            gathered = len(passes.gathered(program))
-            ranked = passes.is_ranked(program)
-            parts += [
-                group().emit_run(sweep.entries),
-                c_rows.select(form, number, layout, size, ranked, gathered, cursors),
-            ]
+            after = ""
+            given: dict[str, object] = {"gathered": len(passes.gathered(program)), "floor": "0"}
+            given["ranked"] = int(passes.is_ranked(program))
+            if sweep.after:
+                rest = Sweep(sweep.after)
+                parts += [group().emit(number + 1, rest), c_rows.rest(form, number + 1)]
+                after = c_rows.group_size(layout, rest)
+            if sweep.key:
+                parts.append(group().emit_floor(sweep.key))
+                given["floor"] = f"alone ? 0 : {form}_floor(call, &place)"
+            parts.append(group().emit_run(sweep.entries))
+            parts.append(c_rows.select(form, number, layout, (size, after), given, cursors))
         else:
             parts.append(c_rows.sweep(form, number, size, cursors, final=not sweep.completes))
-    if sweep.clears:
-        parts.append(c_rows.clear(form, layout))
-    if sweep.completes:
-        parts.append(c_rows.complete(form, number, sweep.completes))
     return parts
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from gradwire.lang import ir
-from gradwire.lang.emit import c_rows, stream_name
+from gradwire.lang.emit import c_loops, c_rows, stream_name
 from gradwire.lang.emit.c_nodes import EXTREMES, MEMORY, Writer, cell, register
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
@@ -31,7 +31,6 @@ from gradwire.lang.sweeps import (
     Unpack,
 )
 
-WAYS = 4  # parts of a block that are summed up side by side
 MAX_STREAMED_BLOCK = 4096  # values of a block that is decoded into L1, then streamed to memory
 
 
@@ -119,7 +118,7 @@ class Blocks(Writer):
     def declared(self, loop: Loop) -> list[Iterator[None]]:
         """The rules of a loop's sinks, after the storage that outlives the loop over blocks."""
         sinks = [getattr(self, f"sink_{sink.kind}")(sink) for sink in loop.sinks]
-        advance(sinks)
+        c_loops.advance(sinks)
         return sinks
 
     def loop_body(self, loop: Loop, sinks: list[Iterator[None]]) -> None:
@@ -138,79 +137,21 @@ class Blocks(Writer):
                 self.put(f"prefetch({target} + GROUP * BLOCK, m * sizeof *{target});")
         flag = self.guard(loop)
         with nullcontext() if flag is None else self.braces(f"if ({self.name(flag)})"):
-            advance(sinks)
-            if self.sums_alone(loop):
-                self.put(f"const int left = m == BLOCK ? BLOCK / {WAYS} : m;")
+            c_loops.advance(sinks)
+            if c_loops.sums_alone(self, loop):
+                self.put(f"const int left = m == BLOCK ? BLOCK / {c_loops.WAYS} : m;")
                 with self.braces("if (m == BLOCK)", "} else {"):
-                    self.over_ways(loop)
+                    c_loops.over_ways(self, loop)
                 self.indent += 1
-                self.over_elements(loop, sinks)
+                c_loops.over_elements(self, loop, sinks)
                 self.indent -= 1
                 self.put("}")
             else:
-                self.over_elements(loop, sinks)
-            advance(sinks)
+                c_loops.over_elements(self, loop, sinks)
+            c_loops.advance(sinks)
         if fresh:
             self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
-
-    def over_elements(self, loop: Loop, sinks: list[Iterator[None]]) -> None:
-        extremes = [part for x in self.extremes(loop) for part in self.parts(x)]
-        counts = [s.node for s in loop.sinks if s.kind == "reduce" and s.node.attr == "count"]
-        for n in counts:
-            self.put(f"int32_t count{self.number[n]} = 0;")
-        clauses = "".join(
-            f" reduction({'min' if kind == 'least' else 'max'} : {kind}{self.number[x]})"
-            for kind, x in extremes
-        )
-        clauses += "".join(f" reduction(+ : count{self.number[n]})" for n in counts)
-        for kind, x in extremes:
-            self.put(f"{EXTREMES[kind][0]} {kind}{self.number[x]} = {EXTREMES[kind][1]};")
-        drawn = self.streams_of(loop)
-        for stream in drawn:
-            self.put(f"uint32_t {stream}_weyl = (first + {stream}.low) * WEYL;")
-            clauses += f" linear({stream}_weyl : WEYL)"
-        self.lines.append(f"#pragma omp simd{clauses}")
-        with self.braces("for (int i = 0; i < m; i++)"):
-            for n in loop.nodes:
-                self.define(n)
-            for kind, x in extremes:
-                bits, so_far = (
-                    f"({EXTREMES[kind][0]})bits_of({self.name(x)})",
-                    f"{kind}{self.number[x]}",
-                )
-                order = "<" if kind == "least" else ">"
-                self.put(f"{so_far} = {bits} {order} {so_far} ? {bits} : {so_far};")
-            advance(sinks)
-            for stream in drawn:
-                self.put(f"{stream}_weyl += WEYL;")
-        for kind, x in extremes:
-            self.put(f"{kind}{self.number[x]}_[g] = {kind}{self.number[x]};")
-
-    def sums_alone(self, loop: Loop) -> bool:
-        """Whether a loop only sums up, over blocks of which each has `WAYS` parts of vectors."""
-        block = self.layout.block
-        sums = all(s.kind == "reduce" and s.node.attr == "sum" for s in loop.sinks)
-        return sums and not self.streams_of(loop) and block >= 64 and not block & (block - 1)
-
-    def over_ways(self, loop: Loop) -> None:
-        """A whole block's first halvings of `tree_sum`, in registers: x[i] to x[i + 3 BLOCK / 4]
-        become one."""
-        sums = [sink.node for sink in loop.sinks]
-        self.lines.append("#pragma omp simd")
-        with self.braces(f"for (int h = 0; h < BLOCK / {WAYS}; h++)"):
-            for n in sums:
-                self.put(f"float {', '.join(f'v{self.number[n]}_{k}' for k in range(WAYS))};")
-            for k in range(WAYS):
-                with self.braces("", "}"):
-                    self.put(f"const int i = h + {k} * (BLOCK / {WAYS});")
-                    for n in loop.nodes:
-                        self.define(n)
-                    for n in sums:
-                        self.put(f"v{self.number[n]}_{k} = {self.name(n.args[0])};")
-            for n in sums:
-                v = f"v{self.number[n]}_"
-                self.put(f"t{self.number[n]}[h] = ({v}0 + {v}2) + ({v}1 + {v}3);")
 
     def guard(self, loop: Loop) -> Node | None:
         """The flag that guards a loop whose only sink stores kept codes."""
@@ -222,19 +163,6 @@ class Blocks(Writer):
         for n in dict.fromkeys(loop.operands):
             if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.computes:
                 self.put(f"const {cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
-
-    def streams_of(self, loop: Loop) -> list[str]:
-        """The random streams that a loop uses: for random elements and for signs of rotations."""
-        found = [n.attr for n in loop.nodes if isinstance(n.attr, ir.Stream)]
-        for nodes, inverse in (([s.node for s in loop.sinks], False), (loop.operands, True)):
-            turned = [n.attr for n in nodes if isinstance(n.attr, ir.Rotation)]
-            found += [rotation.stream for rotation in turned if rotation.inverse is inverse]
-        return [stream_name(s) for s in dict.fromkeys(found)]
-
-    def extremes(self, loop: Loop) -> list[Node]:
-        """Operands of min and max; a min and a max of one operand share work."""
-        kinds = [s for s in loop.sinks if s.kind == "reduce" and s.node.attr in ("min", "max")]
-        return list(dict.fromkeys(sink.element for sink in kinds))
 
     def step_unpack(self, step: Unpack) -> None:
         n, i = step.node, self.number[step.node]
@@ -318,8 +246,9 @@ class Blocks(Writer):
         if f.scope is Scope.TENSOR:
             self.put(f"if (b0 == 0) *{target} = ({memory}){self.name(step.node)};")
             return
+        self.put(f"{memory} *restrict at{at} = {target} + b0;")
         with self.over_blocks([step.node], vector=True):
-            self.put(f"({target})[b] = ({memory}){self.name(step.node)};")
+            self.put(f"at{at}[g] = ({memory}){self.name(step.node)};")
 
     def step_partial(self, step: Partial) -> None:
         with self.over_blocks([step.node]):
@@ -329,6 +258,7 @@ class Blocks(Writer):
 
     def sink_reduce(self, sink: Sink) -> Iterator[None]:
         n, i, x = sink.node, self.number[sink.node], self.number[sink.node.args[0]]
+        rest: Node | None = None
         if n.attr in ("sum", "count"):
             self.put(f"float sum{i}_[GROUP];")
         else:  # a min and a max of one operand share it
@@ -338,18 +268,21 @@ class Blocks(Writer):
         yield
         if n.attr == "sum":
             self.put(f"float t{i}[BLOCK] __attribute__((aligned(64)));")
+        elif n.attr == "count" and self.loop:
+            rest = c_loops.counterpart(n, c_loops.counts(self, self.loop))
         yield
         if n.attr == "sum":
             self.put(f"t{i}[i] = {self.name(n.args[0])};")
-        elif n.attr == "count":
+        elif n.attr == "count" and rest is None:
             self.put(f"count{i} += {self.name(n.args[0])};")
         yield
         if n.attr == "sum":
             assert self.loop is not None
-            left = "left" if self.sums_alone(self.loop) else "m"
+            left = "left" if c_loops.sums_alone(self, self.loop) else "m"
             self.put(f"sum{i}_[g] = tree_sum(t{i}, {left});")
         elif n.attr == "count":
-            self.put(f"sum{i}_[g] = (float)count{i};")
+            number = f"count{i}" if rest is None else f"(m - count{self.number[rest]})"
+            self.put(f"sum{i}_[g] = (float){number};")
 
     def sink_rotate(self, sink: Sink) -> Iterator[None]:
         i, rotation = self.number[sink.node], sink.node.attr
@@ -378,33 +311,29 @@ class Blocks(Writer):
             yield
             self.put(f"p{i}[i] = ({memory}){self.name(n)};")
             return
-        trits = n.dtype == "trit"
-        kind = cell(n) if trits else "Code"
+        narrow = c_loops.is_narrowed(n)
+        kind = "uint8_t" if narrow else cell(n)
         self.put(f"{kind} c{i}[BLOCK + 8] __attribute__((aligned(64)));")
-        if trits:
-            self.put(f"memset(c{i} + m, 0, 8 * sizeof *c{i});")
+        self.put(f"memset(c{i} + m, 0, 8 * sizeof *c{i});")
         yield
-        self.put(f"c{i}[i] = ({kind}){self.name(n)};")
+        self.put(f"{f'CODE(c{i}, part{i})' if narrow else f'c{i}[i]'} = {self.name(n)};")
         yield
-        codes = f"c{i}" if trits else f"b{i}"
-        if not trits:
-            self.put(f"const uint8_t *{codes} = narrowed(c{i}, m);")
         if n.op != "keep":
             self.put(f"uint8_t *out{i} = {self.target(sink)};")
-            self.pack(f"out{i}", codes, n.dtype)
+            self.pack(f"out{i}", f"c{i}", n.dtype)
             return
         with self.braces(f"if ({self.name(n.args[1])})"):
             size = element_nbytes(n.dtype, self.layout.block)
             tail = f"payload + tail_{self.field(sink.name)}(place, 0)"
             self.put(f"uint8_t *out{i} = {tail} + place->cursors[0].next++ * {size};")
-            self.pack(f"out{i}", codes, n.dtype)
+            self.pack(f"out{i}", f"c{i}", n.dtype)
 
     def pack(self, out: str, codes: str, dtype: str) -> None:
         if dtype == "trit":
             self.put(f"pack_trits({out}, {codes}, m);")
             return
         for width, at in planes(ir.BITS[dtype]):
-            self.put(f"{out} = pack({out}, {codes}, m, {width}, {at});")
+            self.put(f"{out} = pack({out}, {codes}, m, {width}, {at}, {ir.BITS[dtype]});")
 
     def sink_store(self, sink: Sink) -> Iterator[None]:
         yield
@@ -417,9 +346,3 @@ class Blocks(Writer):
         """Store an element in values or residual, or add it to a fold."""
         to = f"{sink.name}[i] =" if sink.fold is None else f"a{self.number[sink.fold]}_[g][i] +="
         self.put(f"{to} {self.name(sink.node)};")
-
-
-def advance(rules: list[Iterator[None]]) -> None:
-    """Run the rules of a loop's sinks to their next `yield`."""
-    for rule in rules:
-        next(rule, None)

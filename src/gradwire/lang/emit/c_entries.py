@@ -132,7 +132,7 @@ class GroupRows(Blocks):
             self.put("low[e] = (uint8_t)position, high[e] = (uint8_t)(position >> 8);")
         for width, bit in planes(bits):
             half, shift = ("low", bit) if bit < 8 else ("high", bit - 8)
-            self.put(f"at = pack(at, {half}, m, {width}, {shift});")
+            self.put(f"at = pack(at, {half}, m, {width}, {shift}, 8);")
 
     # sinks ---------------------------------------------------------------------------------------
 
@@ -143,11 +143,13 @@ class GroupRows(Blocks):
         self.put(f"uint32_t *restrict {key} = {key}_[g];")
         self.put(f"memset({key} + m, 0, 64);")
         yield
-        conditions = [self.name(a) for a in n.args if a.dtype == "bool"]
-        keys = [f"key_of({self.name(a)})" for a in n.args if a.dtype != "bool"]
+        self.put(f"{key}[i] = {self.key(n.args)};")
+
+    def key(self, elements: tuple[Node, ...]) -> str:
+        conditions = [self.name(a) for a in elements if a.dtype == "bool"]
+        keys = [f"key_of({self.name(a)})" for a in elements if a.dtype != "bool"]
         value = keys[0] if keys else "1u"
-        chosen = f"{conditions[0]} ? {value} : 0u" if conditions else value
-        self.put(f"{key}[i] = {chosen};")
+        return f"{conditions[0]} ? {value} : 0u" if conditions else value
 
     def sink_sample(self, sink: Sink) -> Iterator[None]:
         """Store the samples of the windows whose chosen element is in this block."""
@@ -174,21 +176,35 @@ class GroupRows(Blocks):
         self.put(f"int64_t at = w * {rank.every} + (int64_t)(u * {rank.every}.0f);")
         self.put("at = at < place->row->numel ? at : place->row->numel - 1;")
 
-    def fill_sample(self, reduction: Node, rank: ir.Rank) -> None:
-        """Compute the elements of the sample one by one, without a sweep."""
-        scalars, nodes = passes.rank_nodes(reduction)
+    def fill_sample(
+        self, elements: tuple[Node, ...], samples: str, rank: ir.Rank | None = None
+    ) -> None:
+        """Compute the keys of a sample one by one, without a sweep."""
+        scalars, nodes = passes.sample_nodes(elements)
         self.arguments()
         self.memory("")
+        self.put("const uint32_t first = (uint32_t)place->row->start;")
         for n in scalars.nodes:
             self.define(n)
         with self.braces("for (int64_t w = 0; w < windows; w++)"):
-            self.window(rank)
-            self.put("const int64_t i = at;")
-            self.put("const uint32_t first = (uint32_t)place->row->start;")
+            if rank is not None:
+                self.window(rank)
+            at = "sampled_at(place, w, every)" if rank is None else "at"
+            self.put(f"const int64_t i = {at};")
             with self.sparsely(Loop(nodes, ())):
                 for n in nodes:
                     self.define(n)
-                self.put(f"place->samples[w] = key_of({self.name(reduction.args[0])});")
+                self.put(f"{samples}[w] = {self.key(elements)};")
+
+    def emit_floor(self, selection: Node) -> str:
+        """The function that computes the key from which on a row's entries are staged."""
+        name = f"{self.program.form}_floor"
+        with self.braces(f"static uint32_t {name}(const Call *call, const Place *place)"):
+            self.put("const int64_t every = sample_every(place);")
+            self.put("const int64_t windows = blocks_of(place->row->numel, every);")
+            self.fill_sample(selection.args, "place->staging->numbers")
+            self.put("return floor_of(place, windows);")
+        return "\n".join([*self.lines, ""])
 
 
 def rank_function(group: GroupRows, index: int, reduction: Node) -> str:
@@ -203,7 +219,7 @@ def rank_function(group: GroupRows, index: int, reduction: Node) -> str:
                 put("const Place here = place_of(row, partials), *place = &here;")
                 put(f"const int64_t windows = blocks_of(row->numel, {rank.every});")
                 if passes.is_local(reduction.args[0]):
-                    group.fill_sample(reduction, rank)
+                    group.fill_sample(reduction.args, "place->samples", rank)
                 put("const Keys keys = {place->samples, windows};")
                 size = f"size_of(windows, {rank.size.fraction.hex()}, {rank.size.least})"
                 put(f"const float value = from_key(cut_of(&keys, 1, {size}).key);")

@@ -208,7 +208,14 @@ class Writer:
         if not needs_clamp(n):
             return self.integer(x, wide=code_cell(n.dtype) == "int32_t")
         zero, top = (self.limits[literal(x)] for x in (0.0, float(ir.TOP[n.dtype])))
-        return cast(n, C, self.name(x), zero=zero, top=top)
+        to = "to_code" if self.is_only_packed(n) else "to_uint"
+        return cast(n, C, self.name(x), zero=zero, top=top, to=to)
+
+    def is_only_packed(self, n: Node) -> bool:
+        """Whether a loop over a block's elements packs a code, and nothing else reads it."""
+        if self.loop is None or self.sparse or any(n in a.args for a in self.loop.nodes):
+            return False
+        return all(s.kind == "field" for s in self.loop.sinks if n in s.reads)
 
     def integer(self, n: Node, wide: bool, depth: int = 0) -> str:
         """A number that is a code, as an integer expression: `where`s of constants use integers.

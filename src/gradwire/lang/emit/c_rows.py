@@ -3,13 +3,16 @@
 Place           a row's field offsets, random streams and workspace, computed once per row
 FORM_sweepN     divides the blocks of all rows among threads, and takes GROUP at a time; a sweep
                 that selects goes row by row, since a selection belongs to one row
-FORM_completeN  computes tensor reductions from the partial results of a sweep
 FORM            the entry point, with the signature that lang/kernels.py calls
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from string import Template
+from textwrap import indent
 
 from gradwire.lang import ir
 from gradwire.lang.forms import Field
@@ -23,7 +26,17 @@ LARGE_VALUES = 1 << 18  # values of a call that exceed the cache of a core
 GROUP_VALUES = 4096
 GROUP_VALUES_OF_SEVERAL = 1024
 MAX_GROUP = 32  # blocks per group, whose scalars are vectorised
-MAX_SINGLE_THREAD = 1 << 16  # values of a row that one thread selects from, without a barrier
+
+
+@lru_cache(maxsize=16)
+def text(name: str) -> str:
+    """A file of C that stands beside this one."""
+    return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
+
+
+def filled(name: str, **values: object) -> str:
+    """The text of a template."""
+    return Template(text(name)).substitute(values)
 
 
 def group(layout: Layout, sweep: Sweep) -> int:
@@ -43,7 +56,7 @@ def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     """The struct Place, the function that fills it, and offsets of variable parts of fields."""
     own = [s for s in streams if not s.source]
     sizes = {"BLOCK": layout.block, "PARTIALS": layout.partials}
-    if layout.staged:
+    if layout.variable:
         sizes["STAGED"] = layout.staged
     lines = [
         "enum { " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) + " };",
@@ -231,123 +244,30 @@ static __attribute__((noinline, noipa)) void {form}_rest{number}(
 
 def sweep(form: str, number: int, size: str, cursors: str, final: bool) -> str:
     """The loop over rows of one sweep; `size` declares GROUP."""
-    return f"""\
-static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
-  {size}
-  int64_t total = 0, seen = 0;
-  for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
-  const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n && seen < last; r++) {{
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
-    int64_t b = first > seen ? first - seen : 0;
-    const int64_t end = last - seen < blocks ? last - seen : blocks;
-    if (b < end) {{
-      Place place = place_of(row, partials);
-{_walk(form, number, cursors, final)}\
-    }}
-    seen += blocks;
-    partials += floats_of(row->numel);
-  }}
-}}
-"""
+    walk = _walk(form, number, cursors, final)
+    return filled("sweep.c", form=form, number=number, size=size, walk=walk)
 
 
 def select(
-    form: str, number: int, layout: Layout, size: str, ranked: bool, gathered: int, cursors: str
+    form: str,
+    number: int,
+    layout: Layout,
+    sizes: tuple[str, str],
+    given: dict[str, object],
+    cursors: str,
 ) -> str:
-    """The loop over rows of a sweep that selects, and the function that stores a selection."""
-    known = len(layout.fields)
-    selection = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
-    return f"""\
-static void {form}_finish(const Call *call, const Place *place, Staging *staged, int n) {{
-  Run run;
-  uint8_t *payload = place->row->payload;
-  u16 *counts = (u16 *)(payload + place->at[{selection}]);
-  memset(counts, 0, place->blocks * {COUNT_NBYTES});
-  memset(payload + place->at[{known}], 0, tails_of(place));
-  Pick pick = pick_of(staged, n, {int(ranked)});
-  const int64_t entries = pick.entries;
-  int64_t done = 0;
-  int m = 0;
-  for (int t = 0; t < n; t++)
-    for (int64_t e = 0; e < staged[t].count; e++) {{
-      if (!picked(&pick, column(&staged[t], 1)[e])) continue;
-      run.index[m] = column(&staged[t], 0)[e];
-      counts[run.index[m] / BLOCK]++;
-      for (int c = 0; c < {gathered}; c++)
-        run.gathered[c][m] = float_of(column(&staged[t], 2 + c)[e]);
-      if (++m == RUN) {form}_run(call, place, &run, done, RUN, entries), done += RUN, m = 0;
-    }}
-  if (m) {form}_run(call, place, &run, done, m, entries);
-}}
+    """The loop over rows of a sweep that selects, and the function that stores a selection.
 
-static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
-  {size}
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {{
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
-    const int alone = row->numel <= {MAX_SINGLE_THREAD}, mine = r % threads == thread;
-    if (blocks && (mine || !alone)) {{
-      Place place = place_of(row, partials);
-      Staging *staging = place.staging = &call->staging[thread];
-      begin(staging, capacity_of(row->numel));
-      int64_t b = alone ? 0 : blocks * thread / threads;
-      const int64_t end = alone ? blocks : blocks * (thread + 1) / threads;
-{_walk(form, number, cursors)}\
-      if (alone) {form}_finish(call, &place, staging, 1);
-    }}
-    if (blocks && !alone) {{
-#pragma omp barrier
-      if (mine) {{
-        const Place place = place_of(row, partials);
-        {form}_finish(call, &place, call->staging, threads);
-      }}
-#pragma omp barrier
-    }}
-    partials += floats_of(row->numel);
-  }}
-}}
-"""
-
-
-def complete(form: str, number: int, completes: tuple[tuple[int, str], ...]) -> str:
-    """Reduce the partial results of blocks; rows are divided among threads."""
-    function = {"min": "minimum", "max": "maximum", "sum": "tree_sum"}
-    results = "\n".join(
-        f"      partials[PARTIALS * blocks + {i}] =\n"
-        f"          {function[kind]}(partials + {i} * blocks, blocks);"
-        for i, kind in completes
-    )
-    return f"""\
-static void {form}_complete{number}(const Call *call, int thread, int threads) {{
-  float *partials = call->workspace;
-  for (int64_t r = 0; r < call->n; r++) {{
-    const Row *row = &call->rows[r];
-    const int64_t blocks = blocks_of(row->numel, BLOCK);
-    if (r % threads == thread && blocks) {{
-{results}
-    }}
-    partials += floats_of(row->numel);
-  }}
-}}
-"""
-
-
-def clear(form: str, layout: Layout) -> str:
-    """Zero the part of a payload whose length depends on data, before it is written."""
-    return f"""\
-static void {form}_clear(const Call *call, int thread, int threads) {{
-  for (int64_t r = 0; r < call->n; r++) {{
-    const Row *row = &call->rows[r];
-    if (r % threads != thread || row->numel == 0) continue;
-    const Place place = place_of(row, 0);
-    memset(row->payload + place.at[{len(layout.fields)}], 0, tails_of(&place));
-  }}
-}}
-"""
+    sizes: the declaration of GROUP, and that of a sweep to make when entries are staged, or "".
+    given: how many numbers are `gathered`, whether entries are `ranked`, and the `floor`, see c.py.
+    """
+    counted = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
+    walk = indent(_walk(form, number, cursors), "  ")
+    stores = indent(f"  {sizes[1]}\n  int64_t b = from;\n{_walk(form, number + 1, '')}", "  ")
+    return filled(
+        "select.c", form=form, number=number, size=sizes[0], walk=walk, counted=counted,
+        stores=f"      {{\n{stores}      }}\n" if sizes[1] else "", **given,
+    )  # fmt: skip
 
 
 def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:
@@ -376,32 +296,14 @@ def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:
         "    const int thread = omp_get_thread_num(), of = omp_get_num_threads();",
     ]
     calls = []
+    function = {"min": "minimum", "max": "maximum", "sum": "tree_sum"}
     for number, s in enumerate(sweeps):
-        calls += [[f"{form}_sweep{number}"]] if s.steps else []
-        calls += [[f"{form}_rank{i}" for i, _ in s.ranks]] if s.ranks else []
-        calls += [[f"{form}_clear"]] if s.clears else []
-        calls += [[f"{form}_complete{number}"]] if s.completes else []
-    for at, functions in enumerate(calls):
+        calls += [[f"{form}_sweep{number}("]] if s.steps else []
+        calls += [[f"{form}_rank{i}(" for i, _ in s.ranks]] if s.ranks else []
+        calls += [["clear("]] if s.clears else []
+        calls += [[f"complete({i}, {function[kind]}, " for i, kind in s.completes]]
+    for at, functions in enumerate(filter(None, calls)):
         lines += ["#pragma omp barrier"] if at else []
-        lines += [f"    {name}(&call, thread, of);" for name in functions]
+        lines += [f"    {begin}&call, thread, of);" for begin in functions]
     lines += ["    past_cache_end();"] if form == "decode" else []
     return "\n".join([*lines, "  }", "  return failed;", "}", ""])
-
-
-def divide() -> str:
-    """The function that divides the workspace among threads, with the sizes of layout.py."""
-    return """\
-static void divide(Call *call, Staging *staging, int threads) {
-  int64_t floats = 0, largest = 0;
-  for (int64_t r = 0; r < call->n; r++) {
-    const int64_t numel = call->rows[r].numel;
-    floats += floats_of(numel);
-    largest = numel > largest ? numel : largest;
-  }
-  uint32_t *at = (uint32_t *)call->workspace + floats;
-  const int64_t room = 2 * capacity_of(largest) + BLOCK + RUN;
-  for (int t = 0; t < threads; t++)
-    staging[t] = (Staging){.room = room, .numbers = at + t * STAGED * room};
-  call->staging = staging;
-}
-"""

@@ -87,7 +87,7 @@ typedef int32_t i32 __attribute__((aligned(1), may_alias));
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-INLINE int is_finite(float x) { return (bits_of(x) & 0x7fffffff) < 0x7f800000; }
+INLINE int is_finite(float x) { return fabsf(x) < INFINITY; }
 INLINE int is_nan(float x) { return x != x; }
 INLINE int64_t blocks_of(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
 
@@ -194,6 +194,13 @@ INLINE float lowest(int32_t least, int32_t most, uint32_t top) {
 INLINE float highest(int32_t least, int32_t most, uint32_t top) {
   return extreme(most >= 0 ? most : least, most, top);
 }
+/* Unless there are both signs, lowest() or highest() takes the third, which a block rarely needs: the
+   values are then read again, and not kept in registers until then. */
+INLINE int has_one_sign(int32_t most, uint32_t top) {
+  const int one = (int32_t)(top & ~most) >= 0;
+  if (one) __asm__ volatile("" ::: "memory");
+  return __builtin_expect(one, 0);
+}
 #define EXTREMES_OF(x, m) \
   int32_t least = INT32_MAX, most = INT32_MIN; \
   uint32_t top = 0; \
@@ -203,11 +210,11 @@ INLINE float highest(int32_t least, int32_t most, uint32_t top) {
     most = (int32_t)u > most ? (int32_t)u : most; \
     top = u > top ? u : top; \
   }
-INLINE float minimum(const float *x, int64_t m) {
+INLINE float minimum(float *x, int64_t m) {
   EXTREMES_OF(x, m)
   return lowest(least, most, top);
 }
-INLINE float maximum(const float *x, int64_t m) {
+INLINE float maximum(float *x, int64_t m) {
   EXTREMES_OF(x, m)
   return highest(least, most, top);
 }
@@ -232,18 +239,19 @@ INLINE float tree_sum(float *x, int64_t m) {
   return lane[0] + 0.0f;
 }
 
-/* A plane of `width` bits, cut from bit `at` of codes: byte j holds codes j, j + length, ...
+/* A plane of `width` bits, cut from bit `at` of codes of `bits`: byte j holds codes j, j + length, ...
    `codes` has room for 8 values past m; they are zero when packing. Eight bytes are taken as one
    number, whose bits stay in their bytes: vectors of bytes have no shifts. */
 #define EACH(byte) ((byte) * 0x0101010101010101u)
-INLINE uint8_t *pack(uint8_t *out, const uint8_t *codes, int m, int width, int at) {
+INLINE uint8_t *pack(uint8_t *out, const uint8_t *codes, int m, int width, int at, int bits) {
   const int length = (m * width + 7) / 8, mask = (1 << width) - 1, words = length / 8;
+  const uint64_t each = width == bits ? UINT64_MAX : EACH(mask);
 #pragma omp simd
   for (int j = 0; j < words; j++) {
     uint64_t word = 0;
 #pragma GCC unroll 8
     for (int k = 0; k < 8 / width; k++)
-      word |= (((const u64 *)(codes + k * length))[j] >> at & EACH(mask)) << (k * width);
+      word |= (((const u64 *)(codes + k * length))[j] >> at & each) << (k * width);
     ((u64 *)out)[j] = word;
   }
   for (int j = 8 * words; j < length; j++) {
@@ -273,32 +281,42 @@ INLINE const uint8_t *unpack(const uint8_t *in, uint8_t *codes, int m, int width
   return in + length;
 }
 
-/* Codes as a loop over elements leaves them, and the bytes that they become, in the same memory.
-   With AVX2 alone a loop that narrows its numbers spends ten instructions on 32 of them. */
+/* With AVX2 alone a loop that narrows its numbers spends ten instructions on 32 of them. So it leaves
+   32 bits of each code, a PART of a block at a time, which stay in registers if the loop over the part
+   has been unrolled, and are narrowed there. */
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 #include <immintrin.h>
+enum { PART = 32 };
+#define STEP PART
 typedef int32_t Code;
-INLINE uint8_t *narrowed(Code *codes, int m) {
-  uint8_t *bytes = (uint8_t *)codes;
+#define CODE(bytes, part) part[i - from]
+#define NARROW(bytes, part) narrow(bytes + from, part, to - from)
+INLINE void narrow(uint8_t *bytes, const Code *codes, int n) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   int i = 0;
-  for (; i + 32 <= m; i += 32) {
-    const __m256i *from = (const __m256i *)(codes + i);
-    const __m256i low = _mm256_packus_epi32(from[0], from[1]);
-    const __m256i high = _mm256_packus_epi32(from[2], from[3]);
+#pragma GCC unroll 4
+  for (; i + 32 <= n; i += 32) {
+    __m256i from[4];
+    memcpy(from, codes + i, sizeof from);
+    const __m256i low = _mm256_packs_epi32(from[0], from[1]);
+    const __m256i high = _mm256_packs_epi32(from[2], from[3]);
     const __m256i all = _mm256_packus_epi16(low, high);
-    _mm256_store_si256((__m256i *)(bytes + i), _mm256_permutevar8x32_epi32(all, order));
+    _mm256_storeu_si256((__m256i *)(bytes + i), _mm256_permutevar8x32_epi32(all, order));
   }
-  for (; i < m; i++) bytes[i] = (uint8_t)codes[i];
-  memset(bytes + m, 0, 8);
-  return bytes;
+  for (; i < n; i++) bytes[i] = (uint8_t)(codes[i] < 0 ? 0 : codes[i]);
+}
+/* A number below 0 or NaN becomes a number below 0, of which narrow() makes 0. */
+INLINE Code to_code(float x, float zero, float top) {
+  x = top < x ? top : x; /* by itself, or gcc 12 chooses among converted numbers */
+  return (int32_t)x;
 }
 #else
+enum { PART = 1 };
+#define STEP BLOCK
 typedef uint8_t Code;
-INLINE uint8_t *narrowed(Code *codes, int m) {
-  memset(codes + m, 0, 8);
-  return codes;
-}
+#define CODE(bytes, part) bytes[i]
+#define NARROW(bytes, part)
+INLINE int32_t to_code(float x, float zero, float top) { return to_uint(x, zero, top); }
 #endif
 
 /* Five trits in a byte: byte j holds trits j, j + length, ... `codes` is zero past m. They are as

@@ -37,7 +37,9 @@ struct Staging {
   uint32_t threshold, *numbers;
 };
 INLINE uint32_t *column(const Staging *s, int c) { return s->numbers + c * s->room; }
-INLINE void begin(Staging *s, int64_t most) { s->count = 0, s->most = most, s->threshold = 0; }
+INLINE void begin(Staging *s, int64_t most, uint32_t floor) {
+  s->count = 0, s->most = most, s->threshold = floor;
+}
 
 typedef struct { const uint32_t *key; int64_t count; } Keys;
 typedef struct { uint32_t key; int64_t ties; } Cut;
