@@ -152,15 +152,15 @@ def test_only_aligned_memory_is_stored_as_vectors() -> None:
     assert others == {"b32", "b16", "b8"}
 
 
-WORDS = ("number", "column", "first", "chunks", "index", "done")
+WORDS = ("number", "column", "first", "chunks", "parts", "index", "done")
 SIZES = {
     "BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "EVERY": 0, "PIECE": 2, "CHUNK": tiles.CHUNK,
-    "SINGLE": False, "PARTIAL": 2, "SAMPLE": True, "RANKED": True, "FLAGS": False, "KIND": "sum",
+    "PART": 64, "SINGLE": False, "PARTIAL": 2, "SAMPLE": True, "RANKED": True, "FLAGS": False,
     "R": gpu.REDUCED, "LOG": 10, "C": gpu.REDUCED_COLUMNS,
 }  # fmt: skip
 BETWEEN = (
-    "complete", "begin", "check", "histogram", "statistic", "tally", "sum_tallies", "scan",
-    "sum_counts", "survey",
+    "complete", "begin", "check", "histogram", "statistic", "tally", "scan", "sum_counts",
+    "survey",
 )  # fmt: skip
 
 

@@ -22,8 +22,10 @@ class Joins(Nodes):
 
     def node_reduce(self, n: Node, t: Tensor | None) -> str:
         if n.scope is Scope.TENSOR:
-            self.used.blocks = True
             index = self.reductions.index(n)
+            if n.attr in ("min", "max"):
+                return f'extreme_of(row, {index}, "{n.attr}")'
+            self.used.blocks = True
             return f"tl.load(partials + {self.layout.partials} * blocks + {index})"
         x = n.args[0]
         if n.attr == "sum":

@@ -65,10 +65,11 @@ class Nodes:
     # what a sweep stores --------------------------------------------------------------------------
 
     def partial(self, p: Partial) -> None:
-        self.used.blocks = True
         value = self.value(p.node.args[0])
-        if p.node.args[0].dtype == "bool":
-            value += ".to(tl.float32)"
+        if p.node.attr in ("min", "max"):
+            self.put(f'join_extreme(row, {value}, here, {p.index}, "{p.node.attr}")')
+            return
+        self.used.blocks = True
         at = f"partials + {p.index} * blocks + block + g"
         self.put(f"tl.store({at}, {value}, mask=here)")
 
