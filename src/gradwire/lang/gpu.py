@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,6 @@ from gradwire.lang.tiles import CHUNK, COLUMN, Tiles
 
 THREADS = 1024  # per program, at most
 VALUES_PER_THREAD = 32
-OF_SELECTIONS = 16  # the same, where code is longer
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
@@ -110,7 +110,11 @@ class Device(Kernels):
     def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """A call without a mark makes its own if its payloads can be malformed, and waits for the
         device."""
-        divided = tiles.divide(rows, self.layout, call.ranks, call.stride, self.statistics)
+        ranks = call.ranks
+        if ranks == 1 and self.layout.staged and "sum" in form.replace("reduce", "sum"):
+            room = torch.empty(self.workspace_nbytes(rows["numel"], ranks=2), dtype=torch.uint8)
+            call, ranks = replace(call, workspace=room.to(self.device)), 2  # room for a sum
+        divided = tiles.divide(rows, self.layout, ranks, call.stride, self.statistics)
         if not divided.number:
             return
         own = self.mark() if call.mark is None and not form.startswith("encode") else None
@@ -286,5 +290,5 @@ class Launches:
 def options(layout: Layout, warp: int) -> dict[str, Any]:
     """Compile options of a sweep. No contraction, since targets must agree on every bit."""
     values = triton_rows.group(layout) * triton_rows.power2(layout.block)
-    warps = min(THREADS, values // (OF_SELECTIONS if layout.staged else VALUES_PER_THREAD)) // warp
+    warps = min(THREADS, values // VALUES_PER_THREAD) // warp
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}

@@ -10,6 +10,7 @@ A row's part of the workspace, in 4-byte words:
 | tied | 3 * blocks | earlier keys equal to the threshold; first candidate; number of candidates |
 | keys | 1.5 * numel | of candidates, then their positions in 16 bits; or only keys, of a sample |
 | staged | capacity * columns | per entry, its position, codes to be packed, patched elements |
+| totals | numel | of a sum of payloads, the sum |
 
 Codecs whose payloads have a fixed length only need the first, and keys and state if they sample.
 A chunk is CHUNK blocks, or fewer at the end of the row.
@@ -34,7 +35,7 @@ EXTRA = (
     "tiles", "partials", "number", "capacity", "counted", "tail",
     "state", "before", "tied", "keys", "staged",
     *(f"size{i}" for i in range(triton_rows.STATISTICS)),
-    "full_tiles", "other_tiles", "first_other", "extremes",
+    "full_tiles", "other_tiles", "first_other", "extremes", "totals",
 )  # fmt: skip
 ROW_COLUMNS = ROW.itemsize // 8
 COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
@@ -138,6 +139,7 @@ def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarr
         "tied": 3 * blocks if selects else none,
         "keys": numels + (numels + 1) // 2 if selects else samples,
         "staged": _capacity(layout, numels) * (columns + PATCHED if selects else columns),
+        "totals": numels if selects and ranks > 1 else none,
     }
 
 

@@ -88,6 +88,8 @@ def _form(
         kernels.extend(emit(Kernel(program, layout, native, full), name) for full in (True, False))
         return f"{name}, {name}_others"
 
+    if any(n.op == "fold" and len(n.args) == 3 for n in ir.walk(program.roots)):
+        steps.append(f'("sweep", {both(f"{program.form}_totals", Kernel.emit_totals)})')
     reductions = passes.tensor_reductions(program)
     for number, (sinks, partials) in enumerate(passes.cut_sweeps(program, reductions)):
         name = f"{program.form}_{number}"

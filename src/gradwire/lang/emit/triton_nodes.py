@@ -51,9 +51,9 @@ class Nodes:
         self.reductions = passes.tensor_reductions(program)
         self.spread = spread(program)
         selects = any(n.dtype == "selection" for n in self.number)
-        natural = selects or any(n.op == "rotate" for n in self.number)
-        self.main = 1 if natural else main_view(layout)
-        self.views = Views(layout, full, whole=selects)
+        rotates = any(n.op == "rotate" for n in self.number)
+        self.main = 1 if selects or rotates else main_view(layout)
+        self.views = Views(layout, full, whole=selects and rotates)
         self.memo: ChainMap[Any, str] = ChainMap()
         self.lines: list[str] = []
         self.indent = 1

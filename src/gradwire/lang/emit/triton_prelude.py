@@ -36,7 +36,8 @@ FULL_TILES = tl.constexpr(21)  # of all earlier rows; see lang/tiles.py
 OTHER_TILES = tl.constexpr(22)  # of all earlier rows
 FIRST_OTHER = tl.constexpr(23)  # the first tile of the row that is not full
 EXTREMES = tl.constexpr(24)  # offset from the row of the keys of its extremes
-COLUMNS = tl.constexpr(25)
+TOTALS = tl.constexpr(25)  # offset in the workspace of sums of payloads
+COLUMNS = tl.constexpr(26)
 
 
 # rows --------------------------------------------------------------------------------------------

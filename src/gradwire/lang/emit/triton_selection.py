@@ -179,30 +179,16 @@ def check(table, words):
 
 
 @triton.jit
-def is_open(row, words):
-    """Whether a row's candidates are still to be found."""
-    return tl.load(words + tl.load(row + STATE) + OPEN) != 0
-
-
-@triton.jit
-def sift(row, words, block, g, i, here, mask, key, BLOCK: tl.constexpr):
-    """Append the candidates of a tile to those of the row; store each block's first, and number.
-
-    i, key: positions and keys of all elements [G, W] of the blocks g [G, 1], in order.
-    """
-    state, keys = words + tl.load(row + STATE), words + tl.load(row + KEYS)
-    hit = mask & (key >= as_word(tl.load(state + FLOOR)))
-    one = hit.to(tl.int32)
-    many = tl.sum(one, 1)
-    found = tl.atomic_add(state + FOUND, tl.sum(many, 0), sem="relaxed")
-    first = (found + tl.cumsum(many, 0) - many)[:, None]
-    at = first + tl.cumsum(one, 1) - one
-    tl.store(keys + at, as_int(key), mask=hit)
-    tl.store(positions_of(row, words) + at, i.to(tl.uint16), mask=hit)
+def reserve(row, words, block, g, here, many, BLOCK: tl.constexpr):
+    """Room for candidates, `many` [G, 1] of every block: the place of each block's first."""
+    found = words + tl.load(row + STATE) + FOUND
+    first = tl.atomic_add(found, tl.sum(tl.sum(many, 1), 0), sem="relaxed")
+    first += tl.cumsum(many, 0) - many
     segments = words + tl.load(row + TIED) + block + g
     blocks = blocks_of(row, BLOCK)
     tl.store(segments + blocks, first, mask=here)
-    tl.store(segments + 2 * blocks, many[:, None], mask=here)
+    tl.store(segments + 2 * blocks, many, mask=here)
+    return first
 
 
 @triton.jit
@@ -273,13 +259,6 @@ def sampled(row, element, low, high, EVERY: tl.constexpr):
     u = uniform(weyl(window.to(tl.uint32) + low), high)
     at = window * EVERY + (u * (EVERY * 1.0)).to(tl.int32)
     return window, tl.minimum(at, tl.load(row + NUMEL) - 1) == element
-
-
-@triton.jit
-def begin_statistic(row, words, block):
-    """In the first tile's program of the sweep that stores the sample."""
-    if block == 0:
-        clear(words + tl.load(row + STATE), SUMS)
 
 
 @triton.jit(do_not_specialize=["column", "index"])
