@@ -197,6 +197,15 @@ def test_no_sweep_makes_a_histogram(codec: Codec) -> None:
     assert "reserve" in seen
 
 
+def test_sums_of_sparse_payloads_wait_between_ranks() -> None:
+    """Triton's interpreter runs one thread, so it would not miss the barriers."""
+    text = triton.source(TopK()).partition("def decode_sum_totals(")[2].partition("@triton.jit")[0]
+    own, peer = text.partition("for k in range(ranks):")[2].split("else:")
+    for part in (own, peer):
+        assert "tl.store(totals" in part.partition("tl.debug_barrier()")[2]
+        assert "totals" not in part.partition("tl.debug_barrier()")[0]
+
+
 def test_candidates_of_a_block_take_few_pieces() -> None:
     for codec in (*CODECS, TopK(1.0), codecs.AdaComp(block=32768)):
         block = triton_rows.power2(layout(codec).block)
