@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,6 @@ from gradwire.lang.tiles import CHUNK, COLUMN, Tiles
 
 THREADS = 1024  # per program, at most
 VALUES_PER_THREAD = 32
-OF_SELECTIONS = 16  # the same, where code is longer
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
@@ -110,7 +110,11 @@ class Device(Kernels):
     def _run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """A call without a mark makes its own if its payloads can be malformed, and waits for the
         device."""
-        divided = tiles.divide(rows, self.layout, call.ranks, call.stride, self.statistics)
+        ranks = call.ranks
+        if ranks == 1 and self.layout.staged and "sum" in form.replace("reduce", "sum"):
+            room = torch.empty(self.workspace_nbytes(rows["numel"], ranks=2), dtype=torch.uint8)
+            call, ranks = replace(call, workspace=room.to(self.device)), 2  # room for a sum
+        divided = tiles.divide(rows, self.layout, ranks, call.stride, self.statistics)
         if not divided.number:
             return
         own = self.mark() if call.mark is None and not form.startswith("encode") else None
@@ -161,16 +165,14 @@ class Launches:
         self.chunk = {"BLOCK": self.layout.block, "CHUNK": CHUNK}
 
     def uploaded(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The table on the device; and, where kernels take it, what follows: the payloads'
-        origins."""
-        table, payloads = self.divided.table, self.call.payloads
-        if not self.layout.redraws:
-            return self.device.upload(table), ()
-        behind = np.zeros((-(-payloads // table.shape[1]), table.shape[1]), np.int64)
-        if payloads:
-            behind.flat[:payloads] = self.call.origins
-        moved = self.device.upload(np.concatenate([table, behind]))
-        return moved, (moved.view(-1)[table.size :],)
+        """The table on the device, its rows' extremes behind it; and, where kernels take it, what
+        follows: the payloads' origins."""
+        table, redraws = self.divided.table, self.layout.redraws
+        extremes = np.zeros(len(table) * self.layout.partials, np.int64)
+        origins = self.call.origins if redraws and self.call.payloads else ()
+        whole = np.concatenate([table.ravel(), extremes, np.asarray(origins, np.int64)])
+        moved = self.device.upload(whole)
+        return moved, (moved[table.size + extremes.size :],) if redraws else ()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch a kernel; every launch of target triton goes through here."""
@@ -200,15 +202,15 @@ class Launches:
             *self.origins, **self.device.options,
         )  # fmt: skip
 
-    def complete(self, index: int, number: int, kind: str) -> None:
-        """Reduce a sweep's partial results to `number` results per row, from `index` on."""
+    def complete(self, index: int, number: int) -> None:
+        """Sum up a sweep's partial results to `number` results per row, from `index` on."""
         columns, done = triton_rows.power2(self.divided.blocks), 0
         while done == 0 or columns > 1:
             columns = max(1, columns // REDUCED)
             self.common(
                 self.device.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
-                BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
+                BLOCK=self.layout.block, PARTIAL=self.layout.partials,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
             )  # fmt: skip
             done += 1
@@ -250,7 +252,7 @@ class Launches:
             self.sweep(*picks)
         self.common(
             self.selection.begin, (self.rows[1],), self.table, self.words,
-            BLOCK=self.layout.block, RANKED=ranked, SAMPLE=sample,
+            **self.chunk, RANKED=ranked, SAMPLE=sample,
         )  # fmt: skip
         self.sweep(keys, keys_others)
         if sample:
@@ -259,20 +261,20 @@ class Launches:
         if ranked:
             self.cut(COLUMN["capacity"])
         piece = triton_views.piece(self.layout)
-        blocks = max(1, TALLIED // piece)
-        chunks = -(-self.divided.blocks // blocks)
+        part = min(CHUNK, max(1, TALLIED // piece))
+        parts = -(-self.divided.blocks // part)
         self.common(
-            self.counts.tally, (self.rows[1] * chunks,), self.table, self.words, chunks,
-            BLOCK=self.layout.block, CHUNK=blocks, PIECE=piece, RANKED=ranked,
+            self.counts.tally, (self.rows[1] * parts,), self.table, self.words, parts,
+            **self.chunk, PART=part, PIECE=piece, RANKED=ranked,
         )  # fmt: skip
         self.scan()
 
     def scan(self) -> None:
         """Compute the entries before every block from the counts of a selection."""
-        grid, given = (self.rows[1] * self.chunks,), (self.table, self.words, self.chunks)
-        if self.chunks > 1:
-            self.common(self.counts.sum_tallies, grid, *given, **self.chunk)
-        self.common(self.counts.scan, grid, *given, **self.chunk, SINGLE=self.chunks == 1)
+        self.common(
+            self.counts.scan, (self.rows[1] * self.chunks,), self.table, self.words, self.chunks,
+            **self.chunk, SINGLE=self.chunks == 1,
+        )  # fmt: skip
 
     def cut(self, column: int, every: int = 0) -> None:
         """Find all but the last byte of the k-th largest key, and count that, with k in a column of
@@ -288,5 +290,5 @@ class Launches:
 def options(layout: Layout, warp: int) -> dict[str, Any]:
     """Compile options of a sweep. No contraction, since targets must agree on every bit."""
     values = triton_rows.group(layout) * triton_rows.power2(layout.block)
-    warps = min(THREADS, values // (OF_SELECTIONS if layout.staged else VALUES_PER_THREAD)) // warp
+    warps = min(THREADS, values // VALUES_PER_THREAD) // warp
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}

@@ -10,6 +10,7 @@ A row's part of the workspace, in 4-byte words:
 | tied | 3 * blocks | earlier keys equal to the threshold; first candidate; number of candidates |
 | keys | 1.5 * numel | of candidates, then their positions in 16 bits; or only keys, of a sample |
 | staged | capacity * columns | per entry, its position, codes to be packed, patched elements |
+| totals | numel | of a sum of payloads, the sum |
 
 Codecs whose payloads have a fixed length only need the first, and keys and state if they sample.
 A chunk is CHUNK blocks, or fewer at the end of the row.
@@ -25,7 +26,6 @@ import numpy as np
 from gradwire.lang import ir
 from gradwire.lang.call import ROW
 from gradwire.lang.emit import triton_rows
-from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import Layout
 
@@ -35,7 +35,7 @@ EXTRA = (
     "tiles", "partials", "number", "capacity", "counted", "tail",
     "state", "before", "tied", "keys", "staged",
     *(f"size{i}" for i in range(triton_rows.STATISTICS)),
-    "full_tiles", "other_tiles", "first_other",
+    "full_tiles", "other_tiles", "first_other", "extremes", "totals",
 )  # fmt: skip
 ROW_COLUMNS = ROW.itemsize // 8
 COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
@@ -87,7 +87,9 @@ def divide(
     for name, count in counts.items():
         table[1:, COLUMN[name]] = np.cumsum(count)[:-1]
     table[:, COLUMN["first_other"]] = full
-    table[:, COLUMN["number"]] = np.arange(1, rows.size + 1)
+    row = np.arange(rows.size)
+    table[:, COLUMN["number"]] = row + 1
+    table[:, COLUMN["extremes"]] = (rows.size - row) * table.shape[1] + row * layout.partials
     table[:, COLUMN["capacity"]] = _capacity(layout, numels)
     known = np.zeros_like(numels)
     for f in layout.fields:
@@ -127,7 +129,8 @@ def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarr
     blocks, none = -(-numels // layout.block), np.zeros_like(numels)
     selects = layout.staged > 0
     counts = layout.variable or layout.samples > 0
-    columns = sum(f.dtype in (*ir.CODES, "selection") for f in _of_entries(layout))
+    sent = [f.dtype for f in layout.fields if f.scope is Scope.SELECTION]
+    columns = sum(dtype in (*ir.CODES, "selection") for dtype in sent)
     samples = -(-numels // layout.samples) if layout.samples else none
     return {
         "partials": (blocks + 1) * layout.partials,
@@ -136,11 +139,8 @@ def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarr
         "tied": 3 * blocks if selects else none,
         "keys": numels + (numels + 1) // 2 if selects else samples,
         "staged": _capacity(layout, numels) * (columns + PATCHED if selects else columns),
+        "totals": numels if selects and ranks > 1 else none,
     }
-
-
-def _of_entries(layout: Layout) -> list[Field]:
-    return [f for f in layout.fields if f.scope is Scope.SELECTION]
 
 
 def _capacity(layout: Layout, numels: np.ndarray) -> np.ndarray:

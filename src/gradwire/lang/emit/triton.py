@@ -16,7 +16,7 @@ and triton_codes.py. A generated file ends with the steps of every form, which l
 | --- | --- |
 | ("sweep", full, others) | a launch over full tiles, one over the others, if there are any |
 | ("pack", kernel) | a launch over all tiles |
-| ("complete", index, number, kind) | reduce a sweep's partial results to `number` results per row |
+| ("complete", index, number) | sum up a sweep's partial results to `number` results per row |
 | ("survey", peers) | count the entries or kept blocks before every block of received payloads |
 | ("sample", index, every, column) | the order statistic of the sample that a sweep stored |
 | ("select", *keys, *picks) | the entries of a selection before every block; by two sweeps, of |
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
@@ -87,6 +88,8 @@ def _form(
         kernels.extend(emit(Kernel(program, layout, native, full), name) for full in (True, False))
         return f"{name}, {name}_others"
 
+    if any(n.op == "fold" and len(n.args) == 3 for n in ir.walk(program.roots)):
+        steps.append(f'("sweep", {both(f"{program.form}_totals", Kernel.emit_totals)})')
     reductions = passes.tensor_reductions(program)
     for number, (sinks, partials) in enumerate(passes.cut_sweeps(program, reductions)):
         name = f"{program.form}_{number}"
@@ -99,7 +102,7 @@ def _form(
         if plain or sinks:
             kernel = partial(Kernel.emit, sinks=sinks, partials=plain)
             steps.append(f'("sweep", {both(name, kernel)})')
-        steps += [f'("complete", {i}, {many}, "{kind}")' for i, many, kind in _alike(plain)]
+        steps += [f'("complete", {i}, {many})' for i, many in _sums(plain)]
         for p in partials:
             if isinstance(p.node.attr, ir.Rank):
                 rank, sample = p.node.attr, f"{name}_sample{p.index}"
@@ -114,16 +117,10 @@ def _form(
     return kernels, steps
 
 
-def _alike(partials: list[Partial]) -> list[tuple[int, int, str]]:
-    """(first index, number, kind) of consecutive reductions that one launch can complete."""
-    runs: list[tuple[int, int, str]] = []
-    for p in partials:
-        kind = str(p.node.attr)
-        if runs and runs[-1][2] == kind and runs[-1][0] + runs[-1][1] == p.index:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, kind)
-        else:
-            runs.append((p.index, 1, kind))
-    return runs
+def _sums(partials: list[Partial]) -> list[tuple[int, int]]:
+    """(first index, number) of consecutive sums, which one launch can complete."""
+    at = [p.index for p in partials if p.node.attr == "sum"]
+    return [(i, next(n for n in count(1) if i + n not in at)) for i in at if i - 1 not in at]
 
 
 def _surveyed(program: ir.Function) -> list[bool]:

@@ -7,7 +7,7 @@ reduced along its axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gradwire.lang import ir
 from gradwire.lang.emit import stream_name
@@ -22,8 +22,10 @@ class Joins(Nodes):
 
     def node_reduce(self, n: Node, t: Tensor | None) -> str:
         if n.scope is Scope.TENSOR:
-            self.used.blocks = True
             index = self.reductions.index(n)
+            if n.attr in ("min", "max"):
+                return f'extreme_of(row, {index}, "{n.attr}")'
+            self.used.blocks = True
             return f"tl.load(partials + {self.layout.partials} * blocks + {index})"
         x = n.args[0]
         if n.attr == "sum":
@@ -94,28 +96,35 @@ class Joins(Nodes):
                     self.put(f"{low}, {high} = {low} + {high}, {low} - {high}")
             distance *= 2
 
-    def node_fold(self, n: Node, t: Tensor) -> None:
+    def node_fold(self, n: Node, t: Tensor) -> str | None:
         """The sum starts at -0, since -0 + x is x for every x."""
-        own, tensors = n.args[0], self.views.siblings(t)
-        totals = {t: self.name(n, t) for t in tensors}
-        self.used.sources = True
+        totals = {t: self.name(n, t) for t in self.views.siblings(t)}
         for t, total in totals.items():
             self.put(f"{total} = tl.where(in{t}, number(0x80000000), 0.0)")
+
+        def add(term: Node) -> None:
+            for t, total in totals.items():
+                self.put(f"{total} = {total} + {self.value(term, t)}")
+
+        self.over_ranks(lambda: add(n.args[0]), lambda: add(n.args[1]))
+        self.memo.update({(n, t): total for t, total in totals.items()})
+        return None
+
+    def over_ranks(self, own: Callable[[], None], peer: Callable[[], None]) -> None:
+        """A loop over ranks: what the own elements do in it, and a peer's payload."""
+        self.used.sources = True
         self.put("for k in range(ranks):")
         with self.nested():
             self.put("if k == rank:")
             with self.nested():
-                for t, total in totals.items():
-                    self.put(f"{total} = {total} + {self.value(own, t)}")
+                own()
             self.put("else:")
             with self.nested():
                 self.put("behind = (rank >= 0) & (rank < k)")
                 self.put("peer = k - behind.to(tl.int64)")
                 self.put("source = sources + peer * stride")
                 self.redraw()
-                for t, total in totals.items():
-                    self.accumulate(n, total, t)
-        self.memo.update({(n, t): total for t, total in totals.items()})
+                peer()
 
     def redraw(self) -> None:
         """The streams of the encoder of a peer's payload."""
@@ -125,10 +134,6 @@ class Joins(Nodes):
                 key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
                 self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
                 self.put(f"{name}_weyl = weyl(first + {name}_low)")
-
-    def accumulate(self, fold: Node, total: str, t: Tensor) -> None:
-        """Add the decoded payload of a peer."""
-        self.put(f"{total} = {total} + {self.value(fold.args[1], t)}")
 
 
 def added(terms: list[str]) -> str:

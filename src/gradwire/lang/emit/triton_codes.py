@@ -78,25 +78,6 @@ def chosen(row, words, first, many, begin, ties, entries, PIECE: tl.constexpr):
 
 
 @triton.jit
-def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
-    """(whether it has an entry, its entry number) for every element `i` of a block.
-
-    Bisection of the block's entries, `first` to `end`, which are sorted by position.
-    """
-    low, high = first + i * 0, end + i * 0
-    span = tl.max(end - first)
-    while span > 0:
-        open_ = mask & (low < high)
-        middle = (low + high) >> 1
-        below = code_at(address, middle, entries, open_, BITS) < i
-        low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & ~below, middle, high)
-        span = span >> 1
-    inside = mask & (low < end)
-    return inside & (code_at(address, low, entries, inside, BITS) == i), low
-
-
-@triton.jit
 def listed(
     failed, row, address, first, end, entries, begin, m, PIECE: tl.constexpr, BITS: tl.constexpr
 ):

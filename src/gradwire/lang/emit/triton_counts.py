@@ -5,7 +5,8 @@ up the sums of the chunks before its own, so none reads the counts of a whole ro
 more than one chunk, the first launch is omitted. Behind the last block comes one place more, for
 the sum of all.
 
-`tally` counts the keys of a selection; the counts of received payloads are in these.
+`tally` counts the keys of a selection, and adds up its chunks; the counts of received payloads are
+in these.
 
 Only lang/gpu.py imports this file.
 """
@@ -60,21 +61,23 @@ def sum_before(sums, chunk, blocks, own, CHUNK: tl.constexpr, SINGLE: tl.constex
     return before, total
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["parts"])
 def tally(
-    table, words, chunks,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, RANKED: tl.constexpr,
+    table, words, parts,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr,
+    RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (chunk of a row): count the candidates per block above the cut, and equal to it.
+    """Programs (PART blocks of a row's chunk): count the candidates per block above the cut, and
+    equal to it, and add both to the sums of the chunk.
 
     PIECE: candidates of a block that are read at once. RANKED: the cut is not yet known.
     """
-    row, blocks, chunk, b = chunk_of(table, chunks, BLOCK, CHUNK)
+    row, blocks, part, b = chunk_of(table, parts, BLOCK, PART)
     state, keys = words + tl.load(row + STATE), words + tl.load(row + KEYS)
     cut = tl.full((), 1, tl.uint32)
     if RANKED:
         cut, taken = extend(state, 4, tl.load(row + CAPACITY))
-        if chunk == 0:  # a cut of 0: there are fewer than k, and all are selected
+        if part == 0:  # a cut of 0: there are fewer than k, and all are selected
             tl.store(state + CUT, as_int(cut))
             tl.store(state + TAKEN, tl.where(cut == 0, 0, taken))
     tied = words + tl.load(row + TIED)
@@ -88,17 +91,9 @@ def tally(
         equal += tl.sum((mask & (key == cut)).to(tl.int32), 1)
     tl.store(words + tl.load(row + BEFORE) + b, larger, mask=b < blocks)
     tl.store(tied + b, equal, mask=b < blocks)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def sum_tallies(table, words, chunks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Programs (chunk of a row): add up its larger and its equal keys."""
-    row, blocks, chunk, i = chunk_of(table, chunks, BLOCK, CHUNK)
-    larger = tl.load(words + tl.load(row + BEFORE) + i, mask=i < blocks, other=0)
-    equal = tl.load(words + tl.load(row + TIED) + i, mask=i < blocks, other=0)
-    has = chunk * CHUNK <= blocks
-    tl.store(sums_of(row, words, 0, blocks, CHUNK) + chunk, tl.sum(larger, 0), mask=has)
-    tl.store(sums_of(row, words, 1, blocks, CHUNK) + chunk, tl.sum(equal, 0), mask=has)
+    sums, has = sums_of(row, words, 0, blocks, CHUNK) + part * PART // CHUNK, part * PART < blocks
+    tl.atomic_add(sums, tl.sum(larger, 0), mask=has, sem="relaxed")
+    tl.atomic_add(sums + blocks // CHUNK + 1, tl.sum(equal, 0), mask=has, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["chunks"])

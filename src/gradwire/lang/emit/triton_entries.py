@@ -6,15 +6,17 @@ evaluates what is sent of an element in the *tensor of candidates* [G, PIECE], w
 the candidates' positions (triton_views.py). So its costs are those of few elements, whatever a
 codec sends of them.
 
-A payload that is decoded alone is handled in the same tensor, at the positions of its entries. In a
-sum of payloads, an element bisects the sorted entries of its block, so nothing is scattered, and
-sums run in rank order.
+Received payloads are handled in the same tensor, at the positions of their entries. Sums of
+payloads run in rank order, in the workspace, in a sweep of their own.
 
-Names: hitP, entryP, entriesP of a received selection, where P is the node's number and the tensor;
-entry0, entries0 of the own one.
+Names: entryP, entriesP of a received selection, where P is the node's number; entry0, entries0 of
+the own one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from gradwire.lang import ir
 from gradwire.lang.emit import triton_rows
@@ -53,25 +55,69 @@ class Kernel(Joins):
 
     def emit_keys(self, name: str) -> str:
         """The kernel that finds the candidates of rows where they are still to be found."""
-        self.put("if is_open(row, words):")
+        self.put("if tl.load(words + tl.load(row + STATE) + OPEN) != 0:")
         with self.nested():
-            (t,) = self.natural
-            key = self.key(t)
-            self.put(f"sift(row, words, block, g, i{t}, here, in{t}, {key}, BLOCK)")
-            for n in self.number:  # every element looks for itself in the payloads here, and only
-                if n.op == "fold":  # here: so this is where they are checked
-                    self.value(n, t)
+            self.sift()
         return self.text(name)
+
+    def emit_totals(self, name: str) -> str:
+        """The kernel that adds up what ranks have sent, one after the other, in the workspace; from
+        there the next sweeps load it."""
+        (fold,) = (n for n in self.number if n.op == "fold")
+        self.used.totals = True
+        for t in self.natural:
+            self.put(f"tl.store(totals + o{t}, number(0x80000000), mask=in{t})")
+
+        def add(n: Node, tensors: list[Tensor]) -> None:
+            self.put("tl.debug_barrier()")  # other threads may have stored what comes before
+            for t in tensors:
+                total = f"tl.load(totals + o{t}, mask=in{t}, other=0.0)"
+                self.put(f"tl.store(totals + o{t}, {total} + {self.value(n, t)}, mask=in{t})")
+
+        def peer() -> None:
+            with self.visit(fold.args[2]) as t:
+                add(fold.args[1], [t])
+
+        self.over_ranks(lambda: add(fold.args[0], self.natural), peer)
+        return self.text(name)
+
+    def sift(self) -> None:
+        """Append the candidates of a tile to those of the row. Their numbers in a few tensors are
+        counted in the bits of one word."""
+        tensors, bits = self.natural, self.natural[0].width.bit_length()
+        of_word, ones, counts = 32 // bits, (1 << bits) - 1, {}
+        self.used.singly = True
+        self.put("floor_ = as_word(tl.load(words + tl.load(row + STATE) + FLOOR))")
+        self.put("keys, positions = words + tl.load(row + KEYS), positions_of(row, words)")
+        for first in range(0, len(tensors), of_word):
+            word = f"word{first}"
+            for k, t in enumerate(tensors[first : first + of_word]):
+                self.put(f"key{t} = {self.key(t)}")
+                self.put(f"hit{t} = in{t} & (key{t} >= floor_)")
+                one = f"tl.where(hit{t}, {1 << k * bits}, 0)"
+                self.put(f"{word} = {f'{word} | {one}' if k else one}")
+                counts[t] = (
+                    f"(before{first} >> {k * bits} & {ones})",
+                    f"(sum{first} >> {k * bits} & {ones})",
+                )
+            self.put(f"before{first} = tl.cumsum({word}, 1) - {word}")
+            self.put(f"sum{first} = tl.sum({word}, 1)[:, None]")
+        many = " + ".join(sums for _, sums in counts.values())
+        self.put(f"at = reserve(row, words, block, g, here, {many}, BLOCK)")
+        for t, (earlier, sums) in counts.items():
+            self.put(f"tl.store(keys + (at + {earlier}), as_int(key{t}), mask=hit{t})")
+            self.put(f"tl.store(positions + (at + {earlier}), i{t}.to(tl.uint16), mask=hit{t})")
+            self.put(f"at += {sums}")
 
     def emit_picks(self, name: str) -> str:
         """The kernel that stores a few keys, from which the floor of candidates is chosen."""
         self.put(f"if has_picks(row, block, {'GROUP' if self.full else 'held'}, BLOCK):")
+        self.used.singly = True
         with self.nested():
-            (t,) = self.natural
-            key = self.key(t)
-            self.put(f"place, picked = picks(row, block + g, i{t}, BLOCK)")
-            at = "words + tl.load(row + KEYS) + place"
-            self.put(f"tl.store({at}, as_int({key}), mask=in{t} & picked)")
+            for t in self.natural:
+                self.put(f"place, picked = picks(row, block + g, i{t}, BLOCK)")
+                at = "words + tl.load(row + KEYS) + place"
+                self.put(f"tl.store({at}, as_int({self.key(t)}), mask=in{t} & picked)")
         return self.text(name)
 
     def key(self, t: Tensor) -> str:
@@ -88,7 +134,7 @@ class Kernel(Joins):
         """The kernel that stores the keys of a sample's elements in the workspace."""
         rank = statistic.attr
         assert isinstance(rank, ir.Rank)
-        stream = self.stream(rank.stream)
+        stream, self.used.singly = self.stream(rank.stream), True
         for t in self.tensors:
             key = f"as_int(key_of({self.operand(statistic.args[0], t)}))"
             self.put(
@@ -97,7 +143,8 @@ class Kernel(Joins):
             )
             keys = "words + tl.load(row + KEYS) + window"
             self.put(f"tl.store({keys}, {key}, mask=in{t} & taken)")
-        self.put("begin_statistic(row, words, block)")
+        self.put("if block == 0:")
+        self.put("    clear(words + tl.load(row + STATE), SUMS)")
         return self.text(name)
 
     def text(self, name: str) -> str:
@@ -112,8 +159,9 @@ class Kernel(Joins):
         written = [
             (target, t, self.value(n, t)) for t in self.tensors for target, n in self.program.stores
         ]
-        if written and (self.used.loads or self.patches()) and not self.views.shared:
-            # another thread may still have to read, in another view, what this one stores
+        alone = self.views.shared and not self.sent()
+        if written and (self.used.loads or self.patches()) and not alone:
+            # another thread may still have to read, elsewhere, what this one stores
             self.put("tl.debug_barrier()")
         for target, t, value in written:
             self.store(target, t, value)
@@ -124,16 +172,27 @@ class Kernel(Joins):
             self.patch_entries()
 
     def scatter(self, selection: Node) -> None:
-        """Patch the elements that a payload has entries of: a piece of every block's at a time.
+        """Patch the elements that a payload has entries of."""
+        if self.program.stores:  # of elements that other threads have stored
+            self.put("tl.debug_barrier()")
+        with self.visit(selection) as t:
+            for target, n, _ in self.program.patches:
+                self.store(target, t, self.value(n, t))
+
+    @contextmanager
+    def visit(self, selection: Node) -> Iterator[Tensor]:
+        """The elements that a payload has entries of: a piece of every block's at a time.
 
         Every block belongs to one program, and no element has two entries in a valid payload.
         """
-        t = self.views.candidates
-        p = f"{self.number[selection]}_{t}"
-        tail = self.span(selection, p)
+        assert isinstance(selection.attr, ir.FieldRef)
+        t, p, slot = self.views.candidates, self.number[selection], self.slot(selection)
+        tail = self.tail(self.base(selection), selection.attr.name, f"entries{p}")
         self.used.blocks = True
-        if self.program.stores:  # of elements that other threads have stored
-            self.put("tl.debug_barrier()")
+        self.put(f"before{p} = words + tl.load(row + BEFORE) + {slot} * (blocks + 1)")
+        self.put(f"entries{p} = tl.load(before{p} + blocks)")
+        self.put(f"from{p} = tl.load(before{p} + block + g, mask=here, other=0)")
+        self.put(f"to{p} = tl.load(before{p} + block + g + 1, mask=here, other=0)")
         self.put(f"most{p} = tl.max(to{p} - from{p})")
         self.put(f"for piece in range(0, tl.minimum(most{p}, BLOCK), {t.width}):")
         with self.nested():
@@ -141,11 +200,8 @@ class Kernel(Joins):
             self.put(f"    failed, row, {tail}, from{p}, to{p}, entries{p}, piece,")
             self.put(f"    {self.views.size}, {t.width}, {ir.BITS[self.layout.position]}")
             self.put(")")
-            self.put(f"hit{p} = in0")
             self.put("o0 = g * BLOCK + i0")
-            self.memo[selection, t, "selection"] = p
-            for target, n, _ in self.program.patches:
-                self.store(target, t, self.value(n, t))
+            yield t
 
     def prepare(self) -> None:
         """What candidates take from their tile: numbers of its blocks, and rotated elements."""
@@ -264,12 +320,12 @@ class Kernel(Joins):
     def entry(self, n: Node, t: Tensor) -> str:
         """A received field of an entry."""
         assert isinstance(n.attr, ir.FieldRef)
-        p = self.selection(n.args[0], t)
+        p = self.number[n.args[0]]
         tail = self.tail(self.base(n), n.attr.name, f"entries{p}")
         if n.dtype in ir.CODES:
             bits = triton_rows.code_bits(n.dtype)
-            return f"code_at({tail}, entry{p}, entries{p}, hit{p}, {bits})"
-        return f"{LOADS[n.dtype]}({tail}, entry{p}, hit{p}, 0)"
+            return f"code_at({tail}, entry{p}, entries{p}, in{t}, {bits})"
+        return f"{LOADS[n.dtype]}({tail}, entry{p}, in{t}, 0)"
 
     def received_kept(self, n: Node, t: Tensor) -> str:
         """Kept codes; 0 in blocks whose flag is not set."""
@@ -277,45 +333,13 @@ class Kernel(Joins):
         address = f"{self.base(n)} + tl.load(row + TAIL)"
         return self.unpacked(n, t, address, 0, before, flag)
 
-    def accumulate(self, fold: Node, total: str, t: Tensor) -> None:
-        if len(fold.args) == 2:
-            super().accumulate(fold, total, t)
-            return
-        _, entries, selection = fold.args
-        p, value = self.selection(selection, t), self.value(entries, t)
-        self.put(f"{total} = tl.where(hit{p}, {total} + {value}, {total})")
+    def node_fold(self, n: Node, t: Tensor) -> str | None:
+        if len(n.args) == 2:
+            return super().node_fold(n, t)
+        self.used.totals = True
+        return f"tl.load(totals + o{t}, mask=in{t}, other=0.0)"
 
     # received selections --------------------------------------------------------------------------
-
-    def selection(self, n: Node, t: Tensor) -> str:
-        """P, after emitting hitP (which elements have an entry), entryP and entriesP."""
-        key = (n, t, "selection")
-        if key not in self.memo:
-            p = f"{self.number[n]}_{t}{self.suffix}"
-            self.memo[key] = p
-            self.used.blocks = True
-            self.received(n, p, t)
-        return self.memo[key]
-
-    def span(self, n: Node, p: str) -> str:
-        """The address of a received selection, after emitting fromP and toP of blocks, entriesP."""
-        assert isinstance(n.attr, ir.FieldRef)
-        self.put(f"first{p} = words + tl.load(row + BEFORE) + {self.slot(n)} * (blocks + 1)")
-        self.put(f"entries{p} = tl.load(first{p} + blocks)")
-        self.put(f"from{p} = tl.load(first{p} + block + g, mask=here, other=0)")
-        self.put(f"to{p} = tl.load(first{p} + block + g + 1, mask=here, other=0)")
-        return self.tail(self.base(n), n.attr.name, f"entries{p}")
-
-    def received(self, n: Node, p: str, t: Tensor) -> None:
-        bits, tail = ir.BITS[self.layout.position], self.span(n, p)
-        self.put(
-            f"hit{p}, entry{p} = seek({tail}, from{p}, to{p}, entries{p}, i{t}, in{t}, {bits})"
-        )
-        if t == self.views.candidates:  # not of all elements
-            return
-        # as many hits as entries: so the entries are in order and within their block
-        self.put(f"found{p} = total(hit{p})")
-        self.put(f"fail(failed, row, here & (found{p} != to{p} - from{p}))")
 
     def slot(self, n: Node) -> str:
         """The index of the payload in the survey: the own one first, then the peers'."""

@@ -51,9 +51,9 @@ class Nodes:
         self.reductions = passes.tensor_reductions(program)
         self.spread = spread(program)
         selects = any(n.dtype == "selection" for n in self.number)
-        natural = selects or any(n.op == "rotate" for n in self.number)
-        self.main = 1 if natural else main_view(layout)
-        self.views = Views(layout, full, whole=selects)
+        rotates = any(n.op == "rotate" for n in self.number)
+        self.main = 1 if selects or rotates else main_view(layout)
+        self.views = Views(layout, full, whole=selects and rotates)
         self.memo: ChainMap[Any, str] = ChainMap()
         self.lines: list[str] = []
         self.indent = 1
@@ -65,10 +65,11 @@ class Nodes:
     # what a sweep stores --------------------------------------------------------------------------
 
     def partial(self, p: Partial) -> None:
-        self.used.blocks = True
         value = self.value(p.node.args[0])
-        if p.node.args[0].dtype == "bool":
-            value += ".to(tl.float32)"
+        if p.node.attr in ("min", "max"):
+            self.put(f'join_extreme(row, {value}, here, {p.index}, "{p.node.attr}")')
+            return
+        self.used.blocks = True
         at = f"partials + {p.index} * blocks + block + g"
         self.put(f"tl.store({at}, {value}, mask=here)")
 

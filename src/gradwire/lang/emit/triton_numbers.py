@@ -44,6 +44,19 @@ def negative(x):
 
 
 @triton.jit
+def key_of(x):
+    """Unsigned keys in the order of the numbers, any NaN the largest; never 0."""
+    bits = bits_of(x)
+    key = tl.where(bits >= SIGN, bits ^ 0xFFFFFFFF, bits | SIGN)
+    return tl.where((bits & MAGNITUDE) > INFINITY, tl.full((), 0xFFC00000, tl.uint32), key)
+
+
+@triton.jit
+def from_key(key):
+    return float_of(tl.where(key >= SIGN, key ^ SIGN, key ^ 0xFFFFFFFF))
+
+
+@triton.jit
 def floor(x):
     """Unlike tl.floor, does not flush subnormal numbers to 0 on some GPUs."""
     small = tl.abs(x) < 8388608.0  # larger numbers are integers

@@ -35,7 +35,9 @@ SIZES = tl.constexpr(19)  # k of up to two order statistics
 FULL_TILES = tl.constexpr(21)  # of all earlier rows; see lang/tiles.py
 OTHER_TILES = tl.constexpr(22)  # of all earlier rows
 FIRST_OTHER = tl.constexpr(23)  # the first tile of the row that is not full
-COLUMNS = tl.constexpr(24)
+EXTREMES = tl.constexpr(24)  # offset from the row of the keys of its extremes
+TOTALS = tl.constexpr(25)  # offset in the workspace of sums of payloads
+COLUMNS = tl.constexpr(26)
 
 
 # rows --------------------------------------------------------------------------------------------

@@ -12,16 +12,17 @@ import triton.language as tl
 
 from gradwire.lang.emit.triton_numbers import (
     INFINITY,
-    LEAST,
-    MOST,
     NAN,
     SIGN,
     bits_of,
     float_of,
+    from_key,
     int_of,
+    key_of,
+    negative,
     number,
 )
-from gradwire.lang.emit.triton_prelude import COLUMNS, NUMEL, PARTIALS
+from gradwire.lang.emit.triton_prelude import COLUMNS, EXTREMES, NUMEL, PARTIALS
 
 
 @triton.jit
@@ -118,12 +119,29 @@ def elements(x, i, mask, GROUP: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def join_extreme(row, x, here, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """Let numbers of blocks [G, 1] take part in extreme INDEX of their row: the greatest key so
+    far, behind the table, where the host has put 0, less than any key. So no order matters."""
+    word = (row + tl.load(row + EXTREMES) + INDEX).to(tl.pointer_type(tl.uint32))
+    key = tl.where(here, key_of(negative(x) if KIND == "min" else x), 0)
+    tl.atomic_max(word, tl.max(tl.max(key, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def extreme_of(row, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """The extreme INDEX of a row: +0 for either zero, NaN if any number is NaN."""
+    word = (row + tl.load(row + EXTREMES) + INDEX).to(tl.pointer_type(tl.uint32))
+    x = from_key(tl.load(word))
+    x = negative(x) if KIND == "min" else x
+    return tl.where(x == x, x + 0.0, number(NAN))
+
+
+@triton.jit
 def complete(
-    table, workspace, index, done,
-    BLOCK: tl.constexpr, PARTIAL: tl.constexpr, KIND: tl.constexpr,
+    table, workspace, index, done, BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
     R: tl.constexpr, LOG: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Reduce a row's partial results from `width` to width / R columns; R = 2^LOG.
+    """Sum up a row's partial results from `width` to width / R columns; R = 2^LOG.
 
     Programs (row, C columns, reduction from `index`). `done`: earlier passes. The last pass stores
     the row's result behind its partial results; another pass would store the same result.
@@ -143,14 +161,7 @@ def complete(
     r = tl.arange(0, R)[None, :]
     i = c + r * columns
     mask = (c < columns) & (i < tl.minimum(blocks, width))
-    x = tl.load(at + i, mask=mask, other=0.0)
-    if KIND == "sum":
-        x = tree_sum(x, C, R, LOG)
-    else:
-        word = int_of(x)
-        least, most = tl.where(mask, word, MOST), tl.where(mask, word, LEAST)
-        low, high = extremes(least, most, tl.where(mask, bits_of(word), 0))
-        x = low if KIND == "min" else high
+    x = tree_sum(tl.load(at + i, mask=mask, other=0.0), C, R, LOG)
     tl.store(at + c, x, mask=c < tl.minimum(columns, blocks))
     ends = tl.where(columns == 1, tl.minimum(blocks, 1), 0)
     tl.store(partials + PARTIAL * blocks + index + c, x, mask=c < ends)

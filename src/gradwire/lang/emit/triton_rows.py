@@ -102,6 +102,8 @@ class Used:
     blocks: bool = False
     sources: bool = False
     loads: bool = False
+    singly: bool = False  # a thread accesses values one by one, lest they change their layout
+    totals: bool = False
 
 
 def arguments(layout: Layout) -> str:
@@ -192,8 +194,10 @@ def _rows(layout: Layout, native: str, full: bool, used: Used) -> list[str]:
         dtype = native if target == "values" else "fp32"
         nbytes = layout.block * ir.BITS[dtype] // 8
         address = f"tl.load(row + {target.upper()}) + block * {nbytes}"
-        align = alignment(layout, nbytes) if full else 0
+        align = alignment(layout, nbytes) if full and not (used.singly or used.totals) else 0
         lines.append(f"{target} = aligned({address}, {POINTER[dtype]}, {align})")
+    if used.totals:
+        lines.append("totals = workspace + tl.load(row + TOTALS) + block * BLOCK")
     if used.payload:
         lines.append("payload = tl.load(row + PAYLOAD)")
     if used.sources:

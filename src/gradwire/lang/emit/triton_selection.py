@@ -24,15 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradwire.lang.emit.triton_numbers import (
-    INFINITY,
-    MAGNITUDE,
-    SIGN,
-    bits_of,
-    float_of,
-    uniform,
-    weyl,
-)
+from gradwire.lang.emit.triton_numbers import SIGN, bits_of, from_key, uniform, weyl
 from gradwire.lang.emit.triton_prelude import (
     CAPACITY,
     COLUMNS,
@@ -55,7 +47,7 @@ OPEN = tl.constexpr(4)  # whether a sweep is to look for candidates
 KNOWN = tl.constexpr(8)  # before each of four passes: the known bytes of the cut
 RANK = tl.constexpr(12)  # and its rank among the keys that share them
 HISTOGRAM = tl.constexpr(16)  # of each pass
-SUMS = tl.constexpr(1040)  # sums of chunks of blocks, which follow the state
+SUMS = tl.constexpr(1040)  # sums of chunks of blocks
 
 SAMPLED = tl.constexpr(1024)  # blocks of a row's sample, at most
 PICKED = tl.constexpr(16)  # keys that are taken from each, at most
@@ -73,19 +65,6 @@ def as_int(word):
 @triton.jit
 def as_word(number):
     return number.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def key_of(x):
-    """Unsigned keys in the order of the numbers, any NaN the largest; never 0."""
-    bits = bits_of(x)
-    key = tl.where(bits >= SIGN, bits ^ 0xFFFFFFFF, bits | SIGN)
-    return tl.where((bits & MAGNITUDE) > INFINITY, tl.full((), 0xFFC00000, tl.uint32), key)
-
-
-@triton.jit
-def from_key(key):
-    return float_of(tl.where(key >= SIGN, key ^ SIGN, key ^ 0xFFFFFFFF))
 
 
 @triton.jit
@@ -162,14 +141,17 @@ def floor_of(row, words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def begin(table, words, BLOCK: tl.constexpr, RANKED: tl.constexpr, SAMPLE: tl.constexpr):
+def begin(
+    table, words,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
     """Programs (row): the floor, from a SAMPLE or 1, and the state before any candidate is found.
 
     Not RANKED: all keys are 1 or 0, and the first are selected.
     """
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     state = words + tl.load(row + STATE)
-    clear_histograms(state)
+    clear(state, 2 * (blocks_of(row, BLOCK) // CHUNK + 1) + SUMS)
     floor = tl.full((), 1, tl.uint32)
     if SAMPLE:
         floor = floor_of(row, words, BLOCK)
@@ -197,35 +179,24 @@ def check(table, words):
 
 
 @triton.jit
-def is_open(row, words):
-    """Whether a row's candidates are still to be found."""
-    return tl.load(words + tl.load(row + STATE) + OPEN) != 0
-
-
-@triton.jit
-def sift(row, words, block, g, i, here, mask, key, BLOCK: tl.constexpr):
-    """Append the candidates of a tile to those of the row; store each block's first, and number.
-
-    i, key: positions and keys of all elements [G, W] of the blocks g [G, 1], in order.
-    """
-    state, keys = words + tl.load(row + STATE), words + tl.load(row + KEYS)
-    hit = mask & (key >= as_word(tl.load(state + FLOOR)))
-    one = hit.to(tl.int32)
-    many = tl.sum(one, 1)
-    found = tl.atomic_add(state + FOUND, tl.sum(many, 0), sem="relaxed")
-    first = (found + tl.cumsum(many, 0) - many)[:, None]
-    at = first + tl.cumsum(one, 1) - one
-    tl.store(keys + at, as_int(key), mask=hit)
-    tl.store(positions_of(row, words) + at, i.to(tl.uint16), mask=hit)
+def reserve(row, words, block, g, here, many, BLOCK: tl.constexpr):
+    """Room for candidates, `many` [G, 1] of every block: the place of each block's first."""
+    found = words + tl.load(row + STATE) + FOUND
+    first = tl.atomic_add(found, tl.sum(tl.sum(many, 1), 0), sem="relaxed")
+    first += tl.cumsum(many, 0) - many
     segments = words + tl.load(row + TIED) + block + g
     blocks = blocks_of(row, BLOCK)
     tl.store(segments + blocks, first, mask=here)
-    tl.store(segments + 2 * blocks, many[:, None], mask=here)
+    tl.store(segments + 2 * blocks, many, mask=here)
+    return first
 
 
 @triton.jit
-def clear_histograms(state):
-    tl.store(state + HISTOGRAM + tl.arange(0, 4 * BINS), tl.full((4 * BINS,), 0, tl.int32))
+def clear(state, end):
+    """Zero the histograms and what follows, up to word `end`."""
+    for first in range(HISTOGRAM, end, 4 * BINS):
+        i = first + tl.arange(0, 4 * BINS)
+        tl.store(state + i, (i * 0).to(tl.int32), mask=i < end)
 
 
 @triton.jit
@@ -288,13 +259,6 @@ def sampled(row, element, low, high, EVERY: tl.constexpr):
     u = uniform(weyl(window.to(tl.uint32) + low), high)
     at = window * EVERY + (u * (EVERY * 1.0)).to(tl.int32)
     return window, tl.minimum(at, tl.load(row + NUMEL) - 1) == element
-
-
-@triton.jit
-def begin_statistic(row, words, block):
-    """In the first tile's program of the sweep that stores the sample."""
-    if block == 0:
-        clear_histograms(words + tl.load(row + STATE))
 
 
 @triton.jit(do_not_specialize=["column", "index"])

@@ -94,7 +94,7 @@ class Views:
 
     Args:
         full: whether it is the kernel of full tiles.
-        whole: whether the natural order must be one tensor, as candidates are found in it.
+        whole: whether the natural order must be one tensor, in which candidates are looked up.
 
     Attributes:
         candidates: their tensor; `lines` leaves it to the kernel.
@@ -148,7 +148,7 @@ class Views:
         )  # fmt: skip
 
     def _consecutive(self, number: int) -> Tensor:
-        return Tensor(str(number), self.shared, str(number * self.shared))
+        return Tensor(str(number + 1), self.shared, str(number * self.shared))  # 0: candidates
 
     def _own(self, cells: int) -> View:
         """One tensor per cell."""
