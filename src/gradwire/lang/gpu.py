@@ -112,8 +112,9 @@ class Device(Kernels):
         device."""
         ranks = call.ranks
         if ranks == 1 and self.layout.staged and "sum" in form.replace("reduce", "sum"):
-            room = torch.empty(self.workspace_nbytes(rows["numel"], ranks=2), dtype=torch.uint8)
-            call, ranks = replace(call, workspace=room.to(self.device)), 2  # room for a sum
+            needed = self.workspace_nbytes(rows["numel"], ranks=2)  # with room for a sum
+            room = torch.empty(needed, dtype=torch.uint8, device=self.device)
+            call, ranks = replace(call, workspace=room), 2
         divided = tiles.divide(rows, self.layout, ranks, call.stride, self.statistics)
         if not divided.number:
             return
