@@ -158,6 +158,55 @@ def test_one_that_is_late_is_named_and_goes_on_with_the_others(tmp_path: Path) -
         close(outer, theta)
 
 
+def loses_another(rank: int, folder: str) -> Any:
+    """Rank 2 is lost before it encodes, and rank 1 in the meeting that is held again."""
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW)
+    train(model, optimizer, rank, range(LOST - 1))
+    if rank == 2:
+        Fragment.differences = lambda *_: os._exit(1)  # type: ignore[method-assign]
+    error = caught(lambda: train(model, optimizer, rank, range(LOST - 1, 40)))
+    assert isinstance(error, gw.TransportError), error
+    again(folder, rank, 2)
+    if rank == 1:
+        OuterSteps.meet = lambda *_: os._exit(1)  # type: ignore[method-assign]
+    error = caught(outer.recover)
+    assert isinstance(error, gw.TransportError), error
+    again(folder, rank, 1)
+    outer.recover()
+    rest_of(model, optimizer, outer, rank, 20)
+    return outer.stats()["optimizer_steps"], outer._reductions.met, weights_of(model)
+
+
+def test_another_is_lost_as_the_rest_recover(tmp_path: Path) -> None:
+    found = as_processes(3, loses_another, str(tmp_path), expect_death=(1, 2))[0]
+    replicas, _ = loop(lambda step: 3 if step < LOST else 1)
+    assert found[:2] == (20, 10)
+    close(found[2], replicas[0])
+
+
+@on(3)
+def test_one_that_is_left_behind_is_told(rank: int) -> None:
+    """Ranks 0 and 1 go on without rank 2, which waits for them in a meeting."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW)
+    two = dist.new_group([0, 1])
+    train(model, optimizer, rank, range(3))
+    if rank < 2:
+        outer.recover(two)
+        store.set(f"left {rank}", "")
+        store.wait(["came"])
+        return
+    store.wait(["left 0", "left 1"])
+    error = caught(lambda: train(model, optimizer, rank, range(3, 4)))
+    assert isinstance(error, gw.TransportError), error
+    assert "goes on in another group" in str(error)
+    store.set("came", "")
+
+
 @on(3, "none", "qsgd:bits=4", "powersgd:rank=2", "sparseloco")
 def test_a_replica_joins(rank: int, codec: str) -> None:
     """Two replicas train; a third begins at their outer weights, and all meet from then on."""

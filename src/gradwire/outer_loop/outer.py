@@ -249,11 +249,12 @@ class Outer(Handle):
             TransportError: a rank of the group did not make the call, or failed.
         """
         between = _group(group)
-        before, comm = self._reductions, _communicator(between)
-        after = regroup(before, comm, self._seed, self._make)
-        self._reductions, self._seed = after
-        self._members, self._gather = self._reductions.members, _gather(between)
+        comm = _communicator(between)
+        on, self._seed = regroup(self._reductions, comm, self._seed, self._make)
+        self._reductions, self._members, self._gather = on, on.members, _gather(between)
         self.rank, self.world_size = comm.rank, comm.world_size
+        if on.missed is not None:  # if another replica is lost now, that can be recovered from
+            on.meet(on.missed)
 
 
 def _gather(between: dist.ProcessGroup | None) -> StateGather:

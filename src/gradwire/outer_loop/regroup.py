@@ -18,8 +18,8 @@ from gradwire.outer_loop.steps import OuterSteps
 def regroup(
     before: OuterSteps, comm: Communicator, seed: int, make: Callable[..., OuterSteps]
 ) -> tuple[OuterSteps, int]:
-    """The meetings of the replicas of a group, which follow those of another; and the seed of
-    random numbers. Collective.
+    """The meetings of the replicas of a group, which follow those of another, with the fragment
+    that is to meet again, if any; and the seed of random numbers. Collective.
 
     Args:
         before: of this rank, in a group that may be broken.
@@ -51,14 +51,13 @@ def regroup(
     if begins:
         after.follow()
     _carry(before, after, step, begins, any(behind))
-    before.halt()
+    before.leave(to=comm)
     after.met, after.taken, after.lr, after.momentum = max(met), taken, before.lr, before.momentum
     ended = "held again" if missed else "applied by all" if any(one[0] for one in told) else ""
     line = f"{before.ranks} replicas before, {after.ranks} now, of which {sum(behind)} began anew"
     after.decisions = before.decisions
     after.decided({"by": "outer", "line": f"{line}; a meeting was {ended}" if ended else line})
-    if missed:
-        after.meet(max(missed))
+    after.missed = max(missed, default=None)
     return after, seed
 
 

@@ -129,6 +129,7 @@ class OuterSteps(Reductions):
         """Hold a fragment's meeting now."""
         self._begin(self.fragments[fragment])
         self.finish()
+        self.missed = None
 
     def _begin(self, fragment: Fragment) -> None:
         if self.met % len(self.fragments) == 0:  # a pass is one meeting of every fragment
@@ -170,6 +171,7 @@ class OuterSteps(Reductions):
             raise
         self._meeting = meeting
         rounds.start()
+        self.count(exposed_seconds=time.perf_counter() - meeting.begun)
 
     def _observe(self, observation: Observation) -> None:
         if self.sampler.running:
@@ -277,8 +279,9 @@ class OuterSteps(Reductions):
                 continue
             meeting.prepared |= comm is between and error is None
             told = ranks_of([comm], f"{self.owner.key}/commit").tell("met", str(error or ""))
+            check = self.owner.check if comm is between else None
             try:
-                others = [(rank, text) for rank, text in enumerate(told.result()) if text]
+                others = [(rank, text) for rank, text in enumerate(told.result(check)) if text]
             except GradwireError as found:
                 error = error or found
                 continue
@@ -435,6 +438,16 @@ class OuterSteps(Reductions):
             self.finish()
         finally:
             self.halt()
+
+    def leave(self, to: Communicator) -> None:
+        """Count no steps any more; replicas that do not go on in the same group may wait here."""
+        comm = self.owner.comm
+        if to is not comm:
+            said = (
+                f"rank {comm.rank} goes on in another group: make one with it, and recover in that"
+            )
+            comm.fail_owner(self.owner, TransportError(said, peer=comm.rank))
+        self.halt()
 
     def halt(self) -> None:
         """Count no steps any more."""

@@ -186,7 +186,7 @@ class StateGather:
         rank of rank 0, in a mesh that numbers its ranks in order; None: these are all ranks."""
         groups = self._living()
         size = math.prod(group.size() for group in groups)
-        if not groups or size == dist.get_world_size():
+        if not groups or not dist.is_initialized() or size == dist.get_world_size():
             return None
         here = dist.get_rank()
         return here + sum(dist.get_process_group_ranks(group)[0] - here for group in groups)
