@@ -61,7 +61,7 @@ class OuterScenario(SimulatedStep):
     def homes(self) -> list[Home]:
         """The model's weights."""
         return [
-            Home(name, torch.empty(shape, device="meta"))
+            Home(name, torch.empty(shape, dtype=torch.float32, device="meta"))
             for name, shape in models.named(self.model).items()
         ]
 
