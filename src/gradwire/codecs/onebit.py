@@ -29,7 +29,7 @@ class OneBit(Codec):
 
     def encode(self, g: Value) -> Payload:
         x = g if self.block is None else g.blocks(self.block)
-        share, rest = inverse(count(x >= 0.0)), inverse(count(~(x >= 0.0)))
+        share, rest = inverse(count(x >= 0.0)), inverse(count(x < 0.0))
         high = reduce(sum, map(lambda v: where(v >= 0.0, v * share, 0.0), x))
         low = reduce(sum, map(lambda v: where(v >= 0.0, 0.0, v * rest), x))
         # 0, or NaN if one of the means is not finite

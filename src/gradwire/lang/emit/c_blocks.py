@@ -258,7 +258,6 @@ class Blocks(Writer):
 
     def sink_reduce(self, sink: Sink) -> Iterator[None]:
         n, i, x = sink.node, self.number[sink.node], self.number[sink.node.args[0]]
-        rest: Node | None = None
         if n.attr in ("sum", "count"):
             self.put(f"float sum{i}_[GROUP];")
         else:  # a min and a max of one operand share it
@@ -268,12 +267,10 @@ class Blocks(Writer):
         yield
         if n.attr == "sum":
             self.put(f"float t{i}[BLOCK] __attribute__((aligned(64)));")
-        elif n.attr == "count" and self.loop:
-            rest = c_loops.counterpart(n, c_loops.counts(self, self.loop))
         yield
         if n.attr == "sum":
             self.put(f"t{i}[i] = {self.name(n.args[0])};")
-        elif n.attr == "count" and rest is None:
+        elif n.attr == "count":
             self.put(f"count{i} += {self.name(n.args[0])};")
         yield
         if n.attr == "sum":
@@ -281,8 +278,7 @@ class Blocks(Writer):
             left = "left" if c_loops.sums_alone(self, self.loop) else "m"
             self.put(f"sum{i}_[g] = tree_sum(t{i}, {left});")
         elif n.attr == "count":
-            number = f"count{i}" if rest is None else f"(m - count{self.number[rest]})"
-            self.put(f"sum{i}_[g] = (float){number};")
+            self.put(f"sum{i}_[g] = (float)count{i};")
 
     def sink_rotate(self, sink: Sink) -> Iterator[None]:
         i, rotation = self.number[sink.node], sink.node.attr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradwire.lang import ir
@@ -18,7 +18,7 @@ def over_elements(w: Writer, loop: Loop, sinks: list[Iterator[None]]) -> None:
     extrema = [part for x in extremes(w, loop) for part in w.parts(x)]
     drawn = streams_of(w, loop)
     rare = [] if drawn else [x for kind, x in extrema if kind == "top"]
-    counted = counts(w, loop)
+    counted = [s.node for s in loop.sinks if s.kind == "reduce" and s.node.attr == "count"]
     for n in counted:
         w.put(f"int32_t count{w.number[n]} = 0;")
     clauses = "".join(
@@ -59,18 +59,6 @@ def extend(w: Writer, kind: str, x: Node) -> None:
     bits, so_far = f"({EXTREMES[kind][0]})bits_of({w.name(x)})", f"{kind}{w.number[x]}"
     order = "<" if kind == "least" else ">"
     w.put(f"{so_far} = {bits} {order} {so_far} ? {bits} : {so_far};")
-
-
-def counts(w: Writer, loop: Loop) -> list[Node]:
-    """The counts of a loop that are not the rest of another."""
-    found = [s.node for s in loop.sinks if s.kind == "reduce" and s.node.attr == "count"]
-    return [n for n in found if counterpart(n, found) is None]
-
-
-def counterpart(n: Node, counts: Iterable[Node]) -> Node | None:
-    """The count of the elements that a count leaves out, if it is among `counts`."""
-    of = n.args[0]
-    return next((c for c in counts if of.attr == "not" and c.args == of.args), None)
 
 
 @contextmanager

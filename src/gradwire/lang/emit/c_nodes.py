@@ -212,8 +212,10 @@ class Writer:
         return cast(n, C, self.name(x), zero=zero, top=top, to=to)
 
     def is_only_packed(self, n: Node) -> bool:
-        """Whether a loop over a block's elements packs a code, and nothing else reads it."""
-        if self.loop is None or self.sparse or any(n in a.args for a in self.loop.nodes):
+        """Whether a loop over a block's elements narrows a code, and nothing else reads it."""
+        if self.loop is None or self.sparse or n.dtype == "trit":
+            return False
+        if any(n in a.args for a in self.loop.nodes):
             return False
         return all(s.kind == "field" for s in self.loop.sinks if n in s.reads)
 
