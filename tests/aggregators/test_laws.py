@@ -33,7 +33,7 @@ from gradwire.aggregators import (
     Steps,
     TopKC,
 )
-from gradwire.aggregators.radial import norms_of
+from gradwire.aggregators.radial import norms_of, radial_mean
 from gradwire.codecs import QSGD, Cast, HardThreshold, MSTopK, OneBit, RandomK, TernGrad, TopK
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
@@ -356,6 +356,7 @@ def test_a_radial_merge_without_directions() -> None:
     assert not nothing.any()
     assert not opposed.any()
     one = drawn(shapes, 0, 0)[0].bfloat16().float()
+    assert not radial_mean(torch.stack([one.flatten(), -3 * one.flatten()])).any()
     torch.testing.assert_close(alike, one * 4 / 3, rtol=1e-2, atol=1e-4)
 
 

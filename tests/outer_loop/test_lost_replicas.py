@@ -17,7 +17,7 @@ from test_outer import NAMES, close, of_several
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire as gw
-from ranks import as_processes, caught, on
+from ranks import as_processes, caught, on, refuses
 from rooms.outer_loop import Fragment, OuterSteps, fragments_of
 
 pytestmark = pytest.mark.multiprocess
@@ -238,6 +238,51 @@ def test_a_replica_joins(rank: int, codec: str) -> None:
     train(model, optimizer, rank, range(7, 16))
     assert len({*told(outer._reductions.fingerprint())}) == 1
     assert outer.stats()["rounds"] == 4
+
+
+@on(2)
+def test_a_meeting_that_was_held_after_all_is_not_held_again(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW)
+    outer.lr = 0.5 + rank / 4
+    refuses("in lr", lambda: train(model, optimizer, rank, range(2)))
+    outer.lr = 0.5
+    train(model, optimizer, rank, range(2, 7))
+    assert outer._reductions.missed is None  # the fragment has met since
+    outer.recover()
+    assert outer._reductions.met == 2
+    assert "again" not in outer.history()[-1]["line"]
+    assert outer.history()[-1]["step"] == 7
+    outer.detach()
+    refuses("this handle was detached: call gw.outer again", outer.recover)
+
+
+@on(3)
+def test_the_largest_group_is_followed_and_a_refused_call_changes_nothing(rank: int) -> None:
+    """The one that joins has met more often than the others."""
+    alone = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
+    model = net(seed=rank)
+    optimizer = sgd(model)
+    how = {**HOW, "codec": "none", "group": alone}
+    outer = gw.outer(model, optimizer, **{**how, "every": 8})
+    outer.lr = 0.3 if rank == 2 else 0.7
+    train(model, optimizer, rank, range(16 if rank == 2 else 4))
+    other = net(seed=rank)
+    unlike = gw.outer(other, sgd(other), **{**how, "every": 4 if rank == 2 else 8})
+    before = unlike.outer_weights(), weights_of(other), unlike.lr
+    refuses("ranks disagree on the call of gw.outer", unlike.recover)
+    after = unlike.outer_weights(), weights_of(other), unlike.lr
+    assert after[2] == before[2]
+    for name in before[0]:
+        assert torch.equal(after[0][name], before[0][name])
+        assert torch.equal(after[1][name], before[1][name])
+    theta = outer.outer_weights()
+    outer.recover()
+    assert outer.lr == 0.7
+    for name, values in outer.outer_weights().items():
+        dist.broadcast(theta[name], 0)
+        assert torch.equal(values, theta[name])
 
 
 @on(4, "ddp", "fsdp2")

@@ -265,6 +265,28 @@ def test_a_replica_that_joins_begins_where_all_met(rank: int) -> None:
         assert torch.equal(alone.get_parameter(name).detach(), values)
 
 
+@on(4)
+def test_ranks_without_rows(rank: int) -> None:
+    """Of one fragment a rank may have none, of the whole model not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+    inside, between = mesh["ranks"].get_group(), mesh["replicas"]
+    layers = torch.nn.ModuleList([torch.nn.Linear(80, 80), torch.nn.Linear(80, 1)])
+    model: Any = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=inside)
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=2, fragments=2, codec="qsgd:bits=4", group=between)
+    for step in range(8):
+        if step == 4:
+            outer.update(bits=3).wait()
+        model(torch.ones(3, 80)).sum().backward()
+        optimizer.step()
+    assert outer.plan.version == 1
+    assert same_everywhere(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    outer.recover(between)
+    thin = DistributedDataParallel(torch.nn.Linear(8, 1), process_group=inside)
+    said = "no weight has rows for all 2 ranks of a replica"
+    refuses(said, lambda: gw.outer(thin, sgd(thin), group=between))
+
+
 def of_several(kind: str, ranks: DeviceMesh, seed: int = 0) -> Any:
     """A replica of several ranks."""
     model = net(seed)
@@ -385,6 +407,17 @@ def test_momentum_fits_the_number_of_meetings() -> None:
     with pytest.warns(UserWarning, match=r"over 10 of 30 meetings.*use momentum=0.33"):
         assert fitted(30, momentum=0.9) == (0.7, 0.9)
     refuses("outer: rounds=0 must be a whole number", lambda: fitted(0))
+
+
+def test_weights_that_fp32_cannot_keep_are_refused() -> None:
+    for dtype in (torch.float64, torch.complex64):
+        model = torch.nn.Linear(4, 4, dtype=dtype)
+        said = f"weight is {dtype}, and outer weights are fp32: use weights in fp32, bf16 or fp16"
+        refuses(said, lambda model=model: gw.outer(model, sgd(model)))
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    refuses("weight is torch.bfloat16", lambda: gw.outer(model, sgd(model), "demo"))
+    refuses("offload='no': use True or False", lambda: gw.outer(model, sgd(model), offload="no"))
+    refuses("preset ['demo']", lambda: gw.outer(model, sgd(model), ["demo"]))
 
 
 def test_layers_are_dealt_out_in_turn() -> None:

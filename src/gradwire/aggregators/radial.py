@@ -31,6 +31,7 @@ from gradwire.lang import Codec, layout
 from gradwire.lang.codec import check_codec
 
 _BF16 = Cast("bf16")
+_ROUNDING = 2.0**-18  # the length of what it leaves of a sum of unit vectors, for each
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def radial_mean(rows: torch.Tensor) -> torch.Tensor:
         total += torch.where(norm == 0, 0.0, row / norm)  # 0 / 0, if it has no direction
         size += norm
     (length,) = norms_of(total[None])
-    return torch.where(length == 0, 0.0, total / length * (size / len(rows)))
+    # What rounding leaves of directions that cancel out is no direction.
+    nothing = length <= len(rows) * _ROUNDING
+    return torch.where(nothing, 0.0, total / length * (size / len(rows)))
 
 
 def norms_of(rows: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class SparseLoCo(Aggregator):
         checks.one_of(self, "clip", (False, True))
         checks.one_of(self, "transform", TRANSFORMS)
         if self.transform == "dct" and self._side**2 != self.chunk:
-            which = f'must be a square for transform="dct", as {self.chunk // 2}'
+            which = f'must be a square for transform="dct", as {max(16, self.chunk // 2)}'
             raise ConfigError(f"SparseLoCo: chunk={self.chunk} {which}")
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:

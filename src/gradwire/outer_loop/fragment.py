@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -47,9 +48,10 @@ class Fragment:
         self.rule, self.drift = rule, 0.0
 
     def among(self, members: Mapping[str, Attached]) -> Fragment:
-        """The same, of a handle with other states."""
-        self.members = [members[home.name] for home in self.homes]
-        return self
+        """The same outer weights, with other states."""
+        found = copy.copy(self)
+        found.members = [members[home.name] for home in self.homes]
+        return found
 
     def differences(self) -> tuple[list[torch.Tensor], str]:
         """theta - theta_r, flat, by weight; and the name of one that is not finite, or "". That

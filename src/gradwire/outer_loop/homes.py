@@ -106,7 +106,20 @@ def replica_of(model: torch.nn.Module, between: dist.ProcessGroup | None) -> Rep
     ]  # fmt: skip
     if not homes:
         raise ConfigError("outer: the model has no parameter that requires a gradient")
+    ranks = 1 if inside is None else inside.size()
+    if all(_filled(home.parameter, ranks) < ranks for home in homes):
+        raise ConfigError(
+            f"outer: no weight has rows for all {ranks} ranks of a replica, and one without has "
+            "nothing to average: use fewer ranks in a replica"
+        )
     return Replica(homes, inside, shares)
+
+
+def _filled(parameter: torch.Tensor, parts: int) -> int:
+    """How many of equal parts of its rows have any."""
+    dim = parameter.placements[0].dim if isinstance(parameter, DTensor) else 0  # type: ignore[attr-defined]
+    rows = parameter.shape[dim] if parameter.dim() else 1
+    return -(-rows // -(-rows // parts)) if rows else 0
 
 
 def _sharding_group(model: torch.nn.Module) -> dist.ProcessGroup:

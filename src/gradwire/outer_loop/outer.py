@@ -34,6 +34,8 @@ from gradwire.state.formats import StateGather
 from gradwire.state.state import members_of
 
 SMALL = 4096  # values of a weight; what is smaller travels in bf16
+# Dtypes of weights; of others, fp32 loses something. A sign step would be of what bf16 rounds off.
+_KEPT, _OF_SIGN = (torch.float32, torch.bfloat16, torch.float16), torch.float32
 
 
 def outer(
@@ -118,8 +120,16 @@ def outer(
         "residual": residual, "fragments": fragments, "delay": delay, "mix": mix,
     }  # fmt: skip
     settings = settings_of(preset, given, rounds)
+    if not isinstance(offload, bool):
+        raise ConfigError(f"outer: offload={offload!r:.60}: use True or False")
     between = _group(group)
     replica = replica_of(model, between)
+    for home in replica.every:
+        if home.parameter.dtype not in ((_OF_SIGN,) if settings.rule == "sign" else _KEPT):
+            raise ConfigError(
+                f"outer: {home.name} is {home.parameter.dtype}, and outer weights are fp32: use "
+                f"weights in fp32{'' if settings.rule == 'sign' else ', bf16 or fp16'}"
+            )
     names = [home.name for home in replica.every]
     parts = fragments_of(names, settings.every, settings.fragments)
     settings = settings.divided(len(parts))
@@ -238,16 +248,20 @@ class Outer(Handle):
         all of them have its averages; else none does, and they hold it at once, with the same
         differences and residuals. A replica that is behind begins at the others' outer weights and
         momentum, with their counts, lr and momentum and without residuals: one that joins calls
-        `gw.outer` with the same arguments in a group of its own, or before it is in any.
-        What another one had left out in its residual is lost with it. Statistics begin anew.
+        `gw.outer` with the same arguments in a group of its own, or before it is in any. Those are
+        followed that were in the largest group, and of equals those that have met most often.
+        What another one had left out in its residual is lost with it. An update that was not in
+        force is dropped, and statistics begin anew.
 
         Args:
             group: as of `gw.outer`.
 
         Raises:
-            ConfigError: replicas differ in arguments.
+            ConfigError: the handle was detached, or replicas differ in arguments: nothing changes.
             TransportError: a rank of the group did not make the call, or failed.
         """
+        if not self._reductions.installed:
+            raise ConfigError("recover: this handle was detached: call gw.outer again")
         between = _group(group)
         comm = _communicator(between)
         on, self._seed = regroup(self._reductions, comm, self._seed, self._make)

@@ -28,35 +28,40 @@ def regroup(
     """
     with suppress(GradwireError):  # a meeting that ends well is over
         before.finish()
-    steps = [member.step for member in before.members.values()]
-    own = [before.met, before.taken, max(steps), before.plan.version, before.missed]
+    step = max((member.step for member in before.members.values()), default=0)
+    own = [before.ranks, before.met, before.taken, step, before.plan.version, before.missed]
     inside = [] if before.inside is None else [before.inside]
     told = ranks_of([*inside, comm], "outer").tell("recovery", [before.prepared, *own]).result()
     missed = [lost for *_, lost in told if lost is not None]
     before.decide(apply=not missed)
-    met = [of + (prepared and not missed) for prepared, of, *_ in told]
-    taken = min(one[2] for one, of in zip(told, met, strict=True) if of == max(met))
-    step, version = max(one[3] for one in told), max(one[4] for one in told)
+    # Of the largest group, and of equals those that have met most often: they are followed.
+    order = [(of, met + (prepared and not missed)) for prepared, of, met, *_ in told]
+    taken = min(one[3] for one, of in zip(told, order, strict=True) if of == max(order))
+    step, version = max(one[4] for one in told), max(one[5] for one in told)
 
-    mine = [before.met, before.taken, before.fingerprint(), before.lr, before.momentum, seed]
+    mine = [before.ranks, before.met, before.fingerprint(), before.lr, before.momentum, seed]
     facts = ranks_of([comm], "outer").tell("outer weights", mine).result()
     source = max(range(len(facts)), key=lambda rank: (*facts[rank][:2], -rank))
-    *_, before.lr, before.momentum, seed = facts[source]
-    behind = [[of, number] != facts[source][:3:2] for of, _, number, *_ in facts]
-    if any(behind):
-        before.take(comm, source)
-    plan = before.plan
-    after = make(plan.rules, plan.options, seed, comm, before, version)
-    begins = any(ranks_of(inside, "outer").tell("behind", behind[comm.rank]).result())
-    if begins:
-        after.follow()
+    *_, lr, momentum, seed = facts[source]
+    behind = [one[1:3] != facts[source][1:3] for one in facts]
+    after = make(before.plan.rules, before.plan.options, seed, comm, before, version)
+    try:
+        if any(behind):
+            after.take(comm, source)
+        begins = any(ranks_of(inside, "outer").tell("behind", behind[comm.rank]).result())
+        if begins:
+            after.follow()
+    except BaseException:
+        after.halt()
+        raise
     _carry(before, after, step, begins, any(behind))
     before.leave(to=comm)
-    after.met, after.taken, after.lr, after.momentum = max(met), taken, before.lr, before.momentum
+    after.met, after.taken, after.lr, after.momentum = facts[source][1], taken, lr, momentum
     ended = "held again" if missed else "applied by all" if any(one[0] for one in told) else ""
     line = f"{before.ranks} replicas before, {after.ranks} now, of which {sum(behind)} began anew"
+    line += f"; a meeting was {ended}" if ended else ""
     after.decisions = before.decisions
-    after.decided({"by": "outer", "line": f"{line}; a meeting was {ended}" if ended else line})
+    after.decided({"by": "outer", "line": line, "step": taken})
     after.missed = max(missed, default=None)
     return after, seed
 

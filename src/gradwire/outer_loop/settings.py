@@ -135,7 +135,7 @@ def settings_of(
             1 / (1 - mu) meetings, which should be few of them: lr and momentum are those between
             plain averaging and the preset's of which they are a 20th.
     """
-    if preset is not None and preset not in PRESETS:
+    if not (preset is None or (isinstance(preset, str) and preset in PRESETS)):
         raise ConfigError(f"outer: preset {preset!r:.60}: {use_one_of(preset, PRESETS)}")
     changed = {name: value for name, value in given.items() if value is not None}
     found = OuterSettings(**{**PRESETS.get(preset or "", {}), **changed})

@@ -129,7 +129,6 @@ class OuterSteps(Reductions):
         """Hold a fragment's meeting now."""
         self._begin(self.fragments[fragment])
         self.finish()
-        self.missed = None
 
     def _begin(self, fragment: Fragment) -> None:
         if self.met % len(self.fragments) == 0:  # a pass is one meeting of every fragment
@@ -219,6 +218,8 @@ class OuterSteps(Reductions):
             meeting.fragment.mix(self.settings.mix)
             self.replica.spread(meeting.fragment.every)
             self.met += 1
+            if self.missed is not None and self.fragments[self.missed] is meeting.fragment:
+                self.missed = None
             if self.met % len(self.fragments) == 0:
                 self.sampler.end()
 
@@ -318,7 +319,7 @@ class OuterSteps(Reductions):
 
     def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:
         found: list[ScopeProgram] = []
-        for fragment in self.fragments:
+        for fragment in (one for one in self.fragments if one.members):
             zeros = [torch.zeros_like(fragment.theta[h.name]).reshape(-1) for h in fragment.homes]
             step = max(member.step for member in fragment.members)
             of = fragment.members, [*map(AllReduce, zeros)], step
@@ -407,7 +408,7 @@ class OuterSteps(Reductions):
                 pairs.append((tensor, there))
 
         def load() -> None:
-            self.taken, self.met = saved["steps"], saved["met"]
+            self.taken, self.met, self.missed = saved["steps"], saved["met"], None
             self.lr, self.momentum = saved["lr"], saved["momentum"]
             for tensor, there in pairs:
                 tensor.copy_(there)
