@@ -16,8 +16,9 @@ step does. So
 1. each method trains with each seed on `net` (none), one after the other;
 2. on each of `nets`, and in each phase of one that changes, all methods, interleaved, train for
    `timed_steps` steps: their times, and the bytes that they send in them, both without the first
-   `skip_steps`. Those that did not always send the same in 1 (a warm-up of density, a policy's
-   plans) are timed once more, from where the first seed's run in 1 has ended;
+   `skip_steps`, or, of replicas that meet, the first meeting. Those that did not always send the
+   same in 1 (a warm-up of density, a policy's plans) are timed once more, from where the first
+   seed's run in 1 has ended;
 3. the rows of a network have the scores of 1 and, at an evaluation after n more steps,
 
        seconds = seconds before + n t(b)
@@ -163,8 +164,13 @@ def _composed(config: TrainConfig, progress: Advance | None, announce: Announce)
         found: list[Row] = []
         for cycle in sorted({config.method(m).cycle for m in config.methods}):
             alike = tuple(m for m in config.methods if config.method(m).cycle == cycle)
-            steps = config.skip_steps + (config.timed_steps if cycle == 1 else 2 * cycle)
-            how |= {"methods": alike, "steps": steps, "evaluate_every": max(1, steps // 4)}
+            # The first meeting opens connections, as the first steps of others do.
+            skip, timed = (
+                (config.skip_steps, config.timed_steps) if cycle == 1 else (cycle, 2 * cycle)
+            )
+            steps = skip + timed
+            how |= {"methods": alike, "skip_steps": skip, "steps": steps}
+            how |= {"evaluate_every": max(1, steps // 4)}
             of = net if cycle == 1 else f"{net}, every {cycle}"
             found += train(f"timing {of}", f"timing-{of}", **how)
             late = tuple(m for m in alike if m in varied)
