@@ -153,7 +153,7 @@ def listing() -> list[dict[str, Any]]:
             "codec": name,
             "operators": [],
             "lines": code_lines(made.aggregate),
-            "options": dataclasses.asdict(made()),
+            "options": {n: str(o) if isinstance(o, Codec) else o for n, o in vars(made()).items()},
         }
         for name, made in REGISTRY.items()
     ]

@@ -234,6 +234,11 @@ class Outer(Handle):
         fragments = self._reductions.fragments
         return {name: values.clone() for one in fragments for name, values in one.theta.items()}
 
+    def settle(self) -> None:
+        """Wait until the averages of a meeting that is under way are there; they are applied when
+        its delay is over."""
+        self._reductions.settle()
+
     def recover(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         """Go on with the replicas of another group: those that are left after a loss, and others
         that join. Collective over `group`, between two optimizer steps.

@@ -41,6 +41,7 @@ class Applied:
         state, load: this rank's state, of what `torch.load(weights_only=True)` reads; its inverse.
         handle: of gradwire's methods.
         flexible: what decides about it after each step of the optimizer.
+        settle: waits for what is under way; it sends nothing afterwards until the next step.
         setup_seconds: that it has measured for before the first step; they count as training.
     """
 
@@ -50,6 +51,7 @@ class Applied:
     load: Callable[[dict[str, Any]], None] = lambda state: None
     handle: gradwire.Handle | None = None
     flexible: gradwire.Flexible | None = None
+    settle: Callable[[], None] | None = None
     setup_seconds: float = 0.0
 
     def stepped(self) -> bool:

@@ -111,11 +111,14 @@ class MethodRun:
             self.step += 1
 
     def settle(self) -> None:
-        """Wait for averages that the last step has left late, in its time."""
+        """Wait for averages that steps have left late, in the time of the last one."""
         if self.method.cross_barrier and self.step_seconds:
             with self._counted():
                 for parameter in self.model.parameters():
                     parameter.detach()  # which waits, as any use of it does
+        elif self.applied.settle is not None and self.step_seconds:
+            with self._counted():
+                self.applied.settle()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ def codec_options(options: Options) -> dict[str, Any]:
 def meet(model: Apart, optimizer: torch.optim.Optimizer, options: Options) -> Applied:
     """Replicas that meet from now on."""
     given: dict[str, Any] = {n: value for n, value in options.items() if n != PRESET}
-    return of_handle(compiled(gradwire.outer(model.module, optimizer, _preset(options), **given)))
+    handle = gradwire.outer(model.module, optimizer, _preset(options), **given)
+    return replace(of_handle(compiled(handle)), settle=handle.settle)
 
 
 def _preset(options: Options) -> str | None:
