@@ -280,6 +280,7 @@ def test_the_largest_group_is_followed_and_a_refused_call_changes_nothing(rank: 
     theta = outer.outer_weights()
     outer.recover()
     assert outer.lr == 0.7
+    assert outer.stats()["optimizer_steps"] == 4
     for name, values in outer.outer_weights().items():
         dist.broadcast(theta[name], 0)
         assert torch.equal(values, theta[name])
