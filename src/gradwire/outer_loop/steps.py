@@ -8,11 +8,8 @@ every rank of every replica.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,49 +18,20 @@ from gradwire.aggregators import OWED, Attached, Observation, Rounds
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, ScopeProgram
 from gradwire.collectives.functional import broadcast
-from gradwire.control import PendingResult
-from gradwire.engine import Communicator, Outcome, Owner, ranks_of
-from gradwire.errors import ConfigError, GradwireError, TransportError, again
+from gradwire.engine import Communicator, Outcome, Owner
+from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.outer_loop.fragment import KEPT, Fragment
 from gradwire.outer_loop.homes import Replica
+from gradwire.outer_loop.meeting import Meeting
 from gradwire.outer_loop.settings import OuterSettings
 from gradwire.planner import Plan, Rules
 from gradwire.state.state import SavedJob, StateSection
-from gradwire.waiting import until_set
 
 _SAVED = {"every", "fragments", "lr", "momentum", "steps", "met", "weights"}
 _FIXED = ("every", "fragments", "rule")  # a state is loaded where these are as they were
-
-
-@dataclass(eq=False)
-class _Meeting:
-    """A fragment's meeting that has begun.
-
-    Attributes:
-        step: the optimizer step after which it began.
-        values: differences, which averages replace.
-        before: what members had left out, as it was.
-        by: lr and momentum of the outer step.
-        told: what every replica tells: its outer weights' number, these two, and a weight that is
-            not finite.
-        prepared: whether it may be applied elsewhere: this rank has told that it has the averages.
-        is_there: whether all ranks of all replicas have them.
-    """
-
-    fragment: Fragment
-    step: int
-    values: list[torch.Tensor]
-    before: dict[str, dict[str, torch.Tensor]]
-    by: tuple[float, float]
-    told: PendingResult[list[Any]] | None
-    begun: float = field(default_factory=time.perf_counter)
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    prepared: bool = False
-    is_there: bool = False
 
 
 class OuterSteps(Reductions):
@@ -81,6 +49,7 @@ class OuterSteps(Reductions):
         make: a plan of other rules.
 
     Attributes:
+        within: the owner of what the ranks inside tell each other; None: there is one.
         lr, momentum: of the outer step, from the next meeting on.
         taken: optimizer steps so far.
         met: meetings so far, of any fragment.
@@ -107,9 +76,13 @@ class OuterSteps(Reductions):
         self.taken = self.met = 0
         self.missed: int | None = None
         self.replica, self.inside, self._make = replica, inside, make
-        self._meeting: _Meeting | None = None
+        self.within = None if inside is None else inside.owner(f"{owner.name}, within a replica")
+        self._meeting: Meeting | None = None
         self._span: float | None = None
         self._hook: Any = optimizer.register_step_post_hook(lambda *_: self.stepped())
+
+    def all_owners(self) -> list[Owner]:
+        return self.owners if self.within is None else [*self.owners, self.within]
 
     # ---- meetings
 
@@ -135,20 +108,18 @@ class OuterSteps(Reductions):
             self.begin(self._span)
             self._span = 0.0
         values, fault = fragment.differences()
-        by = self.lr, self.momentum
-        told = self.owner.ranks.tell("meeting", [fragment.fingerprint(), *by, fault])
         observe = self._observe if self.sampler.running else None
         before_values = [v.clone() for v in values] if observe is not None else []
-        kept: dict[str, dict[str, torch.Tensor]] = {}
+        by = self.lr, self.momentum
+        meeting = Meeting(fragment, self.taken, values, by, fault=fault)
         for member, value in zip(fragment.members, values, strict=True):
             state = member.state
-            kept[member.name] = {
+            meeting.before[member.name] = {
                 key: state[key].clone() for key in (RESIDUAL, OWED) if key in state
             }
             member.add_owed(value)
             if RESIDUAL in state and self.settings.residual is not None:
                 state[RESIDUAL] *= self.settings.residual
-        meeting = _Meeting(fragment, self.taken, values, kept, by, told)
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             if error is None:
@@ -165,8 +136,9 @@ class OuterSteps(Reductions):
                 self.owner, fragment.members, [*map(AllReduce, values)], plan.options, done,
                 observe, before_values, self._version, plan.version,
             )  # fmt: skip
-        except BaseException:  # the group is broken: nobody will end this meeting
+        except BaseException as error:  # nobody will end this meeting
             self._give_up(meeting)
+            self.abandon(error if isinstance(error, GradwireError) else None, "a meeting")
             raise
         self._meeting = meeting
         rounds.start()
@@ -188,19 +160,9 @@ class OuterSteps(Reductions):
         if meeting is None or meeting.is_there:
             return
         begun = time.perf_counter()
-        error: BaseException | None = None
         try:
-            with self.owner.awaited():
-                until_set(meeting.ended)
-                if meeting.error is not None:
-                    raise again(meeting.error)
-                assert meeting.told is not None
-                self._check(meeting.told.result(self.owner.check))
-        except GradwireError as found:
-            error = found
-        try:
-            self._commit(meeting, error)
-        except BaseException:
+            meeting.commit(self.owner, self.within)
+        except Exception:
             if not meeting.prepared:
                 self._give_up(meeting)
             raise
@@ -223,7 +185,7 @@ class OuterSteps(Reductions):
             if self.met % len(self.fragments) == 0:
                 self.sampler.end()
 
-    def _give_up(self, meeting: _Meeting) -> None:
+    def _give_up(self, meeting: Meeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
         self._meeting, self.missed = None, self.fragments.index(meeting.fragment)
         for name, kept in meeting.before.items():
@@ -241,57 +203,6 @@ class OuterSteps(Reductions):
             self.finish()
         elif self._meeting is not None:
             self._give_up(self._meeting)
-
-    def _check(self, told: Sequence[Sequence[Any]]) -> None:
-        """Raise ConfigError unless all replicas can apply what they have."""
-        ranks = self.owner.comm.ranks
-        faults = [(rank, fault) for rank, (*_, fault) in enumerate(told) if fault]
-        if faults:
-            rank, name = faults[0]
-            raise ConfigError(
-                f"outer: rank {ranks[rank]}: parameter {name} is not finite after step "
-                f"{self.taken}: nothing of this meeting was applied; go on from a checkpoint"
-            )
-        for at, what in enumerate(("outer weights", "lr", "momentum")):
-            found = [one[at] for one in told]
-            common, many = Counter(found).most_common(1)[0]
-            if many < len(found):
-                rank = next(r for r, value in enumerate(found) if value != common)
-                known = 2 * many > len(found)
-                other = "most replicas" if known else f"rank {ranks[found.index(common)]}"
-                values = "" if not at else f": {found[rank]}, not {common}"
-                raise ConfigError(
-                    f"outer: rank {ranks[rank]} differs from {other} in {what}{values}; they must "
-                    "be equal: load the same checkpoint everywhere, and set lr and momentum alike "
-                    "between two meetings"
-                )
-
-    def _commit(self, meeting: _Meeting, error: BaseException | None) -> None:
-        """Raise unless all ranks of all replicas have the averages, or could have: one applies what
-        all can apply.
-
-        Ranks of a replica tell each other, then the other replicas, and then each other what those
-        have said. Once a rank has told others that it has all, they may apply it: where it does not
-        hear from one of them, it is left `prepared`.
-        """
-        between = self.owner.comm
-        for comm in (self.inside, between, self.inside):
-            if comm is None:
-                continue
-            meeting.prepared |= comm is between and error is None
-            told = ranks_of([comm], f"{self.owner.key}/commit").tell("met", str(error or ""))
-            check = self.owner.check if comm is between else None
-            try:
-                others = [(rank, text) for rank, text in enumerate(told.result(check)) if text]
-            except GradwireError as found:
-                error = error or found
-                continue
-            if others and error is None:
-                (rank, text), *_ = others
-                error = TransportError(f"rank {comm.ranks[rank]} has not met: {text}")
-                meeting.prepared &= comm is not between  # nobody applies it
-        if error is not None:
-            raise error
 
     def take(self, comm: Communicator, source: int, keys: Sequence[str] = KEPT) -> None:
         """Take what a rank of a group keeps of the outer weights. Collective."""
@@ -419,7 +330,7 @@ class OuterSteps(Reductions):
 
         return load
 
-    def _resumed(self, saved: Mapping[str, Any]) -> _Meeting | None:
+    def _resumed(self, saved: Mapping[str, Any]) -> Meeting | None:
         """The meeting that was under way as a state was saved."""
         if "begun" not in saved:
             return None
@@ -429,7 +340,7 @@ class OuterSteps(Reductions):
         values = [saved["averages"][m.name].clone() for m in fragment.members]
         lr, momentum = saved["by"]
         begun = saved["begun"]
-        return _Meeting(fragment, begun, values, {}, (lr, momentum), None, is_there=True)
+        return Meeting(fragment, begun, values, (lr, momentum), is_there=True)
 
     # ---- its end
 
