@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -154,6 +155,21 @@ def test_closing_ends_what_is_pending_and_tells_what_was_told(
         members[0].tell({"too": "late"})
         members[0].leave({})
         refuses("closed", partial(made[0].join, store, 0, 3, 60.0, Ears()))
+
+
+def test_closing_leaves_no_thread_in_a_distant_store() -> None:
+    """Python would end a process with an abort where one is left there."""
+    store, ears = dist.HashStore(), Ears()
+    with channels(2) as made:
+        near = made[1].join(store, 1, 2, 60.0, ears)
+        distant = Wrapped(store, lambda key: time.sleep(0.15))
+        member = made[0].join(distant, 0, 2, 60.0, Ears())
+        assert exchanged([member, near]) == [b"0", b"1"]
+        (thread,) = [one.thread for one in made[0]._connections]
+        member.tell({"last": "word"})
+        made[0].close()
+        assert not thread.is_alive()
+        assert until(lambda: ears.heard_from == [(0, {"last": "word"})])
 
 
 def test_a_store_that_hangs_holds_up_nobody() -> None:

@@ -62,8 +62,12 @@ def test_a_meeting_loses_nothing_and_is_equal_everywhere(rank: int, codec: str) 
     optimizer = sgd(model)
     settings: dict[str, Any] = {"residual": 1.0} if codec != "qsgd:bits=4" else {}
     outer = gw.outer(model, optimizer, every=3, codec=codec, lr=1.0, momentum=0.0, **settings)
-    members = outer._members
+    members, asked = outer._members, []
+    member = outer._reductions.owner.comm.member
+    meets = member._met
+    member._met = lambda key, *of: asked.append(key) or meets(key, *of)
     for number in range(4):
+        asked.clear()
         before = outer.outer_weights()
         kept = {n: m.state.get("residual", torch.zeros(1)).clone() for n, m in members.items()}
         train(model, optimizer, rank, range(3 * number, 3 * number + 2))
@@ -80,6 +84,8 @@ def test_a_meeting_loses_nothing_and_is_equal_everywhere(rank: int, codec: str) 
                 torch.testing.assert_close(total / 3, stepped, rtol=1e-3, atol=1e-4)
             assert same_everywhere(after[name])
             assert torch.equal(model.get_parameter(name).detach(), after[name])
+        # An answer of the control channel takes ten ways of the network.
+        assert bool(asked) == (number == 0)
     assert f"{outer._reductions.fingerprint():08x}" in str(outer)
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger("gradwire")
 T = TypeVar("T")
 
 _TICK_S = 0.2
-_CLOSING_S = 0.35
+_CLOSING_S = 3.0  # a thread in a distant store makes some round trips; one left there may abort
 _ENDING_S = 0.1
 _HEARD_S = 0.3  # time for peers to read the last notices: at exit the store may end
 _MOST_BYTES = 4 << 20  # a TCPStore closes a connection that writes 8 MiB
@@ -104,7 +104,7 @@ class Channel:
     def close(self) -> None:
         """End the threads; pending futures fail. Earlier notices are still sent.
 
-        It takes at most half a second: a thread that is stuck in the store is left behind. It
+        It takes at most three seconds: a thread that is stuck in the store is left behind. It
         returns no earlier than 0.3 s after the last notice, so that peers can read it before a
         store in this process ends.
         """

@@ -206,10 +206,11 @@ class OuterSteps(Reductions):
 
     def take(self, comm: Communicator, source: int, keys: Sequence[str] = KEPT) -> None:
         """Take what a rank of a group keeps of the outer weights. Collective."""
-        for fragment in self.fragments if comm.world_size > 1 else ():
-            for kept in fragment.kept().values():
-                for key in keys:
-                    broadcast(kept[key], source, group=comm)
+        if comm.world_size > 1:
+            every = (kept[k] for f in self.fragments for kept in f.kept().values() for k in keys)
+            for ended in [broadcast(one, source, group=comm, async_op=True) for one in every]:
+                assert ended is not None
+                ended.wait()
 
     def follow(self) -> None:
         """Go on from the outer weights."""

@@ -1,0 +1,131 @@
+"""A meeting that has begun, and how it ends alike on all ranks of all replicas.
+
+One applies what all can apply. Ranks of a replica tell each other whether they have the averages,
+then the other replicas, and then each other what those have said. Their words travel as averages
+do, in one way of the network; the control channel, which polls a store, would need ten.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradwire.collectives import AllGather
+from gradwire.collectives.calling import begin
+from gradwire.engine import Owner
+from gradwire.errors import ConfigError, GradwireError, TransportError, again
+from gradwire.outer_loop.fragment import Fragment
+from gradwire.waiting import result_of, until_set
+
+_WORD = 4096  # bytes that a rank tells
+_REASON = 600  # characters of an error in them, of which JSON makes up to six bytes
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A fragment's meeting that has begun.
+
+    Attributes:
+        step: the optimizer step after which it began.
+        values: differences, which averages replace.
+        by: lr and momentum of the outer step.
+        before: what members had left out, as it was.
+        fault: the name of a weight that is not finite, or "".
+        prepared: whether it may be applied elsewhere: this rank has told that it can.
+        is_there: whether all ranks of all replicas have the averages.
+    """
+
+    fragment: Fragment
+    step: int
+    values: list[torch.Tensor]
+    by: tuple[float, float]
+    before: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    fault: str = ""
+    begun: float = field(default_factory=time.perf_counter)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    prepared: bool = False
+    is_there: bool = False
+
+    def commit(self, between: Owner, inside: Owner | None) -> None:
+        """Raise unless all ranks of all replicas have the averages and may apply them.
+
+        Once this rank has told other replicas that it can, they may apply them: where it does not
+        hear from one of them, it is left `prepared`.
+
+        Args:
+            between: of the replicas, which has ended this meeting.
+            inside: of this replica's ranks; None: it has one.
+
+        Raises:
+            ConfigError: replicas differ, or a weight is not finite.
+            TransportError: a rank has not met, or failed.
+        """
+        number = self.fragment.fingerprint()  # while messages travel
+        with between.awaited():
+            until_set(self.ended)
+        error = None if self.error is None else again(self.error)
+        for owner in (inside, between, inside):
+            if owner is None:
+                continue
+            self.prepared |= owner is between and error is None
+            mine = [str(error or "")[:_REASON], self.prepared, number, *self.by, self.fault]
+            try:
+                found = told(owner, mine)
+                absent = [(rank, *one[:2]) for rank, one in enumerate(found) if one[0]]
+                if absent and error is None:
+                    # One that has told no other replica that it can apply them ends it for all.
+                    self.prepared &= owner is not between and all(one[2] for one in absent)
+                    rank, reason, _ = absent[0]
+                    raise TransportError(f"rank {owner.comm.ranks[rank]} has not met: {reason}")
+                if owner is between and error is None:
+                    self._check([one[2:] for one in found], owner.comm.ranks)
+            except ConfigError as raised:  # all replicas find the same
+                error, self.prepared = error or raised, False
+            except GradwireError as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+
+    def _check(self, told: Sequence[Sequence[Any]], ranks: Sequence[int]) -> None:
+        """Raise ConfigError unless all replicas may apply what they have."""
+        faults = [(rank, fault) for rank, (*_, fault) in enumerate(told) if fault]
+        if faults:
+            rank, name = faults[0]
+            raise ConfigError(
+                f"outer: rank {ranks[rank]}: parameter {name} is not finite after step "
+                f"{self.step}: nothing of this meeting was applied; go on from a checkpoint"
+            )
+        for at, what in enumerate(("outer weights", "lr", "momentum")):
+            found = [one[at] for one in told]
+            common, many = Counter(found).most_common(1)[0]
+            if many < len(found):
+                rank = next(r for r, value in enumerate(found) if value != common)
+                known = 2 * many > len(found)
+                other = "most replicas" if known else f"rank {ranks[found.index(common)]}"
+                values = "" if not at else f": {found[rank]}, not {common}"
+                raise ConfigError(
+                    f"outer: rank {ranks[rank]} differs from {other} in {what}{values}; they must "
+                    "be equal: load the same checkpoint everywhere, and set lr and momentum alike "
+                    "between two meetings"
+                )
+
+
+def told(owner: Owner, value: Any) -> list[Any]:
+    """What every rank of an owner's group tells, by rank: little, for JSON."""
+    ranks = owner.comm.world_size
+    if ranks == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode().ljust(_WORD)), dtype=torch.uint8)
+    every = torch.empty(ranks * _WORD, dtype=torch.uint8)
+    running, found = begin(owner, AllGather(mine, into=every), "words")
+    with owner.awaited():
+        result_of(running)
+    return [json.loads(bytes(one.numpy())) for one in found.split(_WORD)]
