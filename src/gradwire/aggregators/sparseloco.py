@@ -119,7 +119,7 @@ class SparseLoCo(Aggregator):
             scale = (most / norm).nan_to_num(1.0).clamp(max=1.0)
             total.index_add_(0, places, values * scale)
             senders.index_add_(0, places, torch.ones_like(values))
-        return total / (senders.clamp(min=1.0) if self.mean == "senders" else len(sent))
+        return total.div_(senders.clamp_(min=1.0) if self.mean == "senders" else len(sent))
 
     # ---- payloads
 
@@ -139,7 +139,9 @@ class SparseLoCo(Aggregator):
 
     def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
         """uint8: the bins' means and the norm of what they make, low bits, high bits and codes."""
-        at = rows.abs().topk(self.keep, dim=1, sorted=False).indices.sort(dim=1).values
+        few = len(rows) if rows.is_cuda else 16  # which stay in a cache of the CPU
+        most = [some.abs().topk(self.keep, dim=1, sorted=False) for some in rows.split(few)]
+        at = torch.cat([found.indices for found in most]).sort(dim=1).values
         kept = rows.gather(1, at)
         marks = torch.zeros(len(rows), self._high, dtype=torch.bool, device=rows.device)
         rank = _upto(self.keep, rows.device)
