@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire as gw
 from ranks import as_processes, caught, on, refuses
-from rooms.outer_loop import Fragment, Meeting, OuterSteps, fragments_of, meeting
+from rooms.outer_loop import Fragment, Meeting, OuterSteps, fragments_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,7 +29,7 @@ LOST = 10  # the step after which a replica is lost: in the fifth meeting
 # where rank 2 ends its process, and how many replicas that meeting is of in the end
 WHERE = {
     "before it encodes": (Fragment, "differences", (2,)),
-    "as it tells that it has all": (meeting, "told", (3,)),
+    "as it tells that it has all": (Meeting, "_told", (3,)),
     "amid the meeting": (OuterSteps, "settle", (2, 3)),
     "before it applies": (Fragment, "step", (3,)),
 }

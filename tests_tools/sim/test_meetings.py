@@ -17,6 +17,7 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.outer_loop.homes import fragments_of
+from gradwire.outer_loop.meeting import WORD
 from gradwire.outer_loop.settings import settings_of
 from gradwire_tools.bench import tasks
 from gradwire_tools.sim import Curves, Net, models, predict
@@ -27,6 +28,15 @@ from ranks import on
 LATENCY = 1e-3
 WIRE = (4 * 512 * 512 + 48) * 8e-9  # of one matrix, at 1gbit,1ms, by all_gather between two
 COMPUTING = {"forward": 0.01, "backward": 0.02}
+
+
+def words(ranks: int, net: Net = GBIT) -> float:
+    """Seconds in which replicas tell each other that they have the averages."""
+    told = 8 * (WORD + 48) * (ranks - 1) / net.rate_bits_per_s
+    return 2 * net.latency_s + told if ranks > 1 else 0.0
+
+
+WORDS = words(2)
 
 
 def meets(ranks: int, model: str, preset: str | None = None, **given: Any) -> OuterScenario:
@@ -48,22 +58,22 @@ def free(one: OuterScenario, *stages: float) -> Curves:
 @pytest.mark.parametrize(
     ("delay", "exposed"),
     [
-        (0, 2 * LATENCY + WIRE),
-        (1, 0.0),  # 30 ms of computing hide 10 ms
+        (0, 2 * LATENCY + WIRE + WORDS),
+        (1, WORDS),  # 30 ms of computing hide 10 ms
     ],
 )
 def test_times_are_those_computed_by_hand(delay: int, exposed: float) -> None:
     by = {"options": Options(algorithm="all_gather"), **COMPUTING}
     one = meets(2, "512x512", every=8, codec="none", delay=delay, **by)
     row = predict_outer(one, FREE)
-    assert row["meeting_seconds"] == [pytest.approx(2 * LATENCY + WIRE, rel=1e-9)]
+    assert row["meeting_seconds"] == [pytest.approx(2 * LATENCY + WIRE + WORDS, rel=1e-9)]
     assert row["exposed_seconds"] == pytest.approx(exposed, rel=1e-9, abs=1e-12)
-    assert row["hidden_seconds"] == pytest.approx(2 * LATENCY + WIRE - exposed, abs=1e-12)
+    assert row["hidden_seconds"] == pytest.approx(2 * LATENCY + WIRE + WORDS - exposed, abs=1e-12)
     assert row["seconds"] == pytest.approx(0.03 + exposed / 8, rel=1e-9)
-    nbytes = 4 * 512 * 512 + 48
+    nbytes = 4 * 512 * 512 + 48 + WORD + 48
     assert (row["wire_bytes"], row["meeting_bytes"]) == (nbytes, [nbytes])
     assert row["needed_delay"] == 1
-    limit = 0.03 + (0 if delay else (LATENCY + WIRE) / 8)
+    limit = 0.03 + (WORDS + (0 if delay else LATENCY + WIRE)) / 8
     assert row["limit_seconds"] == pytest.approx(limit, rel=1e-9)
     assert (row["every"], row["delay"], row["forward_seconds"]) == (8, delay, 0.01)
 
@@ -78,9 +88,10 @@ def test_a_meeting_takes_what_a_bucket_of_ddp_takes(algorithm: str) -> None:
             made = gw.codecs.get(of)
             ddp = predict(scenario(ranks, "1e6", algorithm, codec=made, net=net), USUAL)
             assert ddp["buckets"] == 1
-            assert row["meeting_seconds"] == [ddp["seconds"]], (ranks, codec)
+            assert row["meeting_seconds"] == [ddp["seconds"] + words(ranks, net)], (ranks, codec)
+            others = {"wire_bytes": (WORD + 48) * (ranks - 1), "messages": ranks - 1}
             for key in ("wire_bytes", "messages", "compute_seconds", "exact"):
-                assert row[key] == ddp[key], (ranks, codec, key)
+                assert row[key] == ddp[key] + others.get(key, 0), (ranks, codec, key)
 
 
 def test_what_is_hidden_grows_with_the_delay_up_to_all() -> None:
@@ -88,11 +99,12 @@ def test_what_is_hidden_grows_with_the_delay_up_to_all() -> None:
     seconds = sum(predict_outer(meets(4, "1e6", **of), FREE)["meeting_seconds"])
     rows = [predict_outer(meets(4, "1e6", delay=delay, **of), FREE) for delay in range(8)]
     for delay, row in enumerate(rows):
-        assert row["hidden_seconds"] == pytest.approx(min(seconds, delay * 0.009))
+        assert row["hidden_seconds"] == pytest.approx(min(seconds - words(4), delay * 0.009))
         assert row["exposed_seconds"] + row["hidden_seconds"] == pytest.approx(seconds)
         assert row["limit_seconds"] <= row["seconds"]
     needed = rows[0]["needed_delay"]
-    assert rows[needed]["exposed_seconds"] == 0 < rows[needed - 1]["exposed_seconds"]
+    assert rows[needed]["exposed_seconds"] == pytest.approx(words(4))
+    assert rows[needed - 1]["exposed_seconds"] > words(4) * 1.01
 
 
 def test_the_training_thread_computes_before_the_first_round_itself() -> None:
@@ -100,7 +112,7 @@ def test_the_training_thread_computes_before_the_first_round_itself() -> None:
     computing = 512 * 512 * 1e-7
     for stages, exposed in (((1e-7, 0.0), computing), ((0.0, 1e-7), 0.0)):
         row = predict_outer(one, free(one, *stages))
-        assert row["exposed_seconds"] == pytest.approx(exposed)
+        assert row["exposed_seconds"] == pytest.approx(exposed + words(2))
         assert row["compute_seconds"] == pytest.approx(computing)
         assert row["meeting_seconds"][0] > computing
 

@@ -19,13 +19,13 @@ import torch
 
 from gradwire.collectives import AllGather
 from gradwire.collectives.calling import begin
-from gradwire.engine import Owner
+from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError, TransportError, again
 from gradwire.outer_loop.fragment import Fragment
 from gradwire.waiting import result_of, until_set
 
-_WORD = 4096  # bytes that a rank tells
-_REASON = 600  # characters of an error in them, of which JSON makes up to six bytes
+WORD = 1024  # bytes that a rank tells
+_REASON, _NAME = 300, 100  # characters of an error, and of a weight's name, in them
 
 
 @dataclass(eq=False)
@@ -40,6 +40,7 @@ class Meeting:
         fault: the name of a weight that is not finite, or "".
         prepared: whether it may be applied elsewhere: this rank has told that it can.
         is_there: whether all ranks of all replicas have the averages.
+        words: the collectives in which ranks have told each other so.
     """
 
     fragment: Fragment
@@ -53,6 +54,7 @@ class Meeting:
     error: BaseException | None = None
     prepared: bool = False
     is_there: bool = False
+    words: list[Outcome] = field(default_factory=list)
 
     def commit(self, between: Owner, inside: Owner | None) -> None:
         """Raise unless all ranks of all replicas have the averages and may apply them.
@@ -76,9 +78,10 @@ class Meeting:
             if owner is None:
                 continue
             self.prepared |= owner is between and error is None
-            mine = [str(error or "")[:_REASON], self.prepared, number, *self.by, self.fault]
+            reason = str(error or "").encode("ascii", "replace").decode()[:_REASON]
+            mine = [reason, self.prepared, number, *self.by, self.fault[:_NAME]]
             try:
-                found = told(owner, mine)
+                found = self._told(owner, mine)
                 absent = [(rank, *one[:2]) for rank, one in enumerate(found) if one[0]]
                 if absent and error is None:
                     # One that has told no other replica that it can apply them ends it for all.
@@ -117,15 +120,14 @@ class Meeting:
                     "between two meetings"
                 )
 
-
-def told(owner: Owner, value: Any) -> list[Any]:
-    """What every rank of an owner's group tells, by rank: little, for JSON."""
-    ranks = owner.comm.world_size
-    if ranks == 1:
-        return [value]
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode().ljust(_WORD)), dtype=torch.uint8)
-    every = torch.empty(ranks * _WORD, dtype=torch.uint8)
-    running, found = begin(owner, AllGather(mine, into=every), "words")
-    with owner.awaited():
-        result_of(running)
-    return [json.loads(bytes(one.numpy())) for one in found.split(_WORD)]
+    def _told(self, owner: Owner, value: Any) -> list[Any]:
+        """What every rank of an owner's group tells, by rank."""
+        ranks, text = owner.comm.world_size, json.dumps(value).encode()
+        if ranks == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(text.ljust(WORD)), dtype=torch.uint8)
+        every = torch.empty(ranks * WORD, dtype=torch.uint8)
+        running, found = begin(owner, AllGather(mine, into=every), "words")
+        with owner.awaited():
+            self.words.append(result_of(running))
+        return [json.loads(bytes(one.numpy())) for one in found.split(WORD)]

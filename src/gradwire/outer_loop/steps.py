@@ -167,7 +167,7 @@ class OuterSteps(Reductions):
                 self._give_up(meeting)
             raise
         finally:
-            self.count(exposed_seconds=time.perf_counter() - begun)
+            self.count(*meeting.words, exposed_seconds=time.perf_counter() - begun)
         meeting.is_there = True
         self._span = (self._span or 0.0) + time.perf_counter() - meeting.begun
 

@@ -2,9 +2,11 @@
 
 A meeting of a fragment is one scope of all its weights, which replicas begin together. What its
 aggregators compute before its first round, the training thread does; the steps that go on meanwhile
-hide of the rest as much as they compute.
+hide of the rest as much as they compute. Then replicas tell each other that they have the averages,
+in messages that wait for their receivers' word.
 
-    exposed = first + max(0, meeting - first - delay * (forward + backward))
+    words   = 2 latency + (ranks - 1) (WORD + HEADER_BYTES) / rate
+    exposed = first + max(0, averages - first - delay * (forward + backward)) + words
     step    = forward + backward + exposed of all fragments / every
 
 Not counted: optimizers; differences and outer steps, which read and write the weights; replicas
@@ -22,9 +24,11 @@ from typing import Any
 import torch
 
 from gradwire.aggregators import Aggregator
+from gradwire.engine import HEADER_BYTES
 from gradwire.handles.arguments import Methods
 from gradwire.lang import Codec
 from gradwire.outer_loop.homes import Home, Replica, fragments_of
+from gradwire.outer_loop.meeting import WORD
 from gradwire.outer_loop.outer import plan_of, with_small
 from gradwire.outer_loop.settings import OuterSettings
 from gradwire_tools.sim import models
@@ -99,12 +103,15 @@ def predict_outer(scenario: OuterScenario, curves: Curves) -> dict[str, Any]:
     curves, every, net = scenario.checked(curves), scenario.settings.every, scenario.net
     met = [averaged(scenario, [scope], curves, [0.0]) for scope in scenario.scopes]
     first = [scope.seconds(curves, scenario.ranks)[0] for scope in scenario.scopes]
-    seconds, nbytes = [one.seconds for one in met], [one.keys["wire_bytes"] for one in met]
+    others, told = scenario.ranks - 1, WORD + HEADER_BYTES
+    seconds = [one.seconds for one in met]
+    nbytes = [one.keys["wire_bytes"] + others * told for one in met]
     wire = [one.moved * 8 / net.rate_bits_per_s + one.rounds * net.latency_s for one in met]
     computing = scenario.forward + scenario.backward
     hidden = scenario.settings.delay * computing
-    exposed = sum(f + max(0.0, s - f - hidden) for f, s in zip(first, seconds, strict=True))
-    limit = computing + sum(max(0.0, one - hidden) for one in wire) / every
+    words = 2 * net.latency_s + 8 * others * told / net.rate_bits_per_s if others else 0.0
+    exposed = sum(f + max(0.0, s - f - hidden) + words for f, s in zip(first, seconds, strict=True))
+    limit = computing + sum(max(0.0, one - hidden) + words for one in wire) / every
     longest = max(s - f for f, s in zip(first, seconds, strict=True))
     return {
         "outer": True,
@@ -115,12 +122,12 @@ def predict_outer(scenario: OuterScenario, curves: Curves) -> dict[str, Any]:
         "every": every,
         "delay": scenario.settings.delay,
         "needed_delay": math.ceil(longest / computing) if computing else None,
-        "meeting_seconds": seconds,
+        "meeting_seconds": [one + words for one in seconds],
         "meeting_bytes": nbytes,
-        "hidden_seconds": sum(seconds) - exposed,
+        "hidden_seconds": sum(seconds) + words * len(met) - exposed,
         "exposed_seconds": exposed,
         "compute_seconds": sum(one.keys["compute_seconds"] for one in met),
         "wire_bytes": sum(nbytes),
-        "messages": sum(one.keys["messages"] for one in met),
+        "messages": sum(one.keys["messages"] + others for one in met),
         "exact": all(one.keys["exact"] for one in met),
     }
