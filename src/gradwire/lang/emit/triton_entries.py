@@ -55,7 +55,7 @@ class Kernel(Joins):
 
     def emit_keys(self, name: str) -> str:
         """The kernel that finds the candidates of rows where they are still to be found."""
-        self.put("if tl.load(words + tl.load(row + STATE) + OPEN) != 0:")
+        self.put("if tl.load(row + CLOSED) == 0:")
         with self.nested():
             self.sift()
         return self.text(name)
@@ -87,7 +87,7 @@ class Kernel(Joins):
         tensors, bits = self.natural, self.natural[0].width.bit_length()
         of_word, ones, counts = 32 // bits, (1 << bits) - 1, {}
         self.used.singly = True
-        self.put("floor_ = as_word(tl.load(words + tl.load(row + STATE) + FLOOR))")
+        self.put("floor_ = tl.maximum(tl.load(row + FLOOR), 1).to(tl.uint32)")
         self.put("keys, positions = words + tl.load(row + KEYS), positions_of(row, words)")
         for first in range(0, len(tensors), of_word):
             word = f"word{first}"
@@ -103,21 +103,27 @@ class Kernel(Joins):
             self.put(f"before{first} = tl.cumsum({word}, 1) - {word}")
             self.put(f"sum{first} = tl.sum({word}, 1)[:, None]")
         many = " + ".join(sums for _, sums in counts.values())
-        self.put(f"at = reserve(row, words, block, g, here, {many}, BLOCK)")
+        self.put(f"at, counted = reserve(row, words, block, {self.held}, g, here, {many})")
         for t, (earlier, sums) in counts.items():
-            self.put(f"tl.store(keys + (at + {earlier}), as_int(key{t}), mask=hit{t})")
+            self.put(f"tl.store(keys + (at + {earlier}), int_of(key{t}), mask=hit{t})")
             self.put(f"tl.store(positions + (at + {earlier}), i{t}.to(tl.uint16), mask=hit{t})")
             self.put(f"at += {sums}")
+        self.put("close(row, words, block, counted)")
+
+    @property
+    def held(self) -> str:
+        """The number of blocks of a tile."""
+        return "GROUP" if self.full else "held"
 
     def emit_picks(self, name: str) -> str:
         """The kernel that stores a few keys, from which the floor of candidates is chosen."""
-        self.put(f"if has_picks(row, block, {'GROUP' if self.full else 'held'}, BLOCK):")
+        self.put(f"if has_picks(row, block, {self.held}):")
         self.used.singly = True
         with self.nested():
             for t in self.natural:
                 self.put(f"place, picked = picks(row, block + g, i{t}, BLOCK)")
                 at = "words + tl.load(row + KEYS) + place"
-                self.put(f"tl.store({at}, as_int({self.key(t)}), mask=in{t} & picked)")
+                self.put(f"tl.store({at}, int_of({self.key(t)}), mask=in{t} & picked)")
         return self.text(name)
 
     def key(self, t: Tensor) -> str:
@@ -136,7 +142,7 @@ class Kernel(Joins):
         assert isinstance(rank, ir.Rank)
         stream, self.used.singly = self.stream(rank.stream), True
         for t in self.tensors:
-            key = f"as_int(key_of({self.operand(statistic.args[0], t)}))"
+            key = f"int_of(key_of({self.operand(statistic.args[0], t)}))"
             self.put(
                 f"window, taken = sampled(row, block * {self.layout.block} + o{t}, {stream}_low, "
                 f"{stream}_high, {rank.every})"
@@ -188,7 +194,6 @@ class Kernel(Joins):
         assert isinstance(selection.attr, ir.FieldRef)
         t, p, slot = self.views.candidates, self.number[selection], self.slot(selection)
         tail = self.tail(self.base(selection), selection.attr.name, f"entries{p}")
-        self.used.blocks = True
         self.put(f"before{p} = words + tl.load(row + BEFORE) + {slot} * (blocks + 1)")
         self.put(f"entries{p} = tl.load(before{p} + blocks)")
         self.put(f"from{p} = tl.load(before{p} + block + g, mask=here, other=0)")
@@ -220,7 +225,6 @@ class Kernel(Joins):
         """
         t = self.views.candidates
         self.prepare()
-        self.used.payload = self.used.blocks = True
         self.put("start, many, ties, begin0, own = segments(row, words, block, g, here, blocks)")
         self.put("next0 = begin0")
         address = f"payload + {self.place(name)} + block * {COUNT_NBYTES}"
@@ -349,7 +353,6 @@ class Kernel(Joins):
     def before(self, slot: str) -> str:
         """The number of earlier blocks whose codes are kept."""
         if ("before", slot) not in self.memo:
-            self.used.blocks = True
             at = f"words + tl.load(row + BEFORE) + {slot} * (blocks + 1) + block + g"
             self.memo["before", slot] = f"before{self.suffix}"
             self.put(f"before{self.suffix} = tl.load({at}, mask=here, other=0)")

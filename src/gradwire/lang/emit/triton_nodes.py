@@ -50,6 +50,7 @@ class Nodes:
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
         self.reductions = passes.tensor_reductions(program)
         self.spread = spread(program)
+        self.fixed = triton_rows.fixed(program)
         selects = any(n.dtype == "selection" for n in self.number)
         rotates = any(n.op == "rotate" for n in self.number)
         self.main = 1 if selects or rotates else main_view(layout)
@@ -69,13 +70,11 @@ class Nodes:
         if p.node.attr in ("min", "max"):
             self.put(f'join_extreme(row, {value}, here, {p.index}, "{p.node.attr}")')
             return
-        self.used.blocks = True
-        at = f"partials + {p.index} * blocks + block + g"
+        at = f"workspace + tl.load(row + PARTIALS) + {p.index} * blocks + block + g"
         self.put(f"tl.store({at}, {value}, mask=here)")
 
     def field(self, name: str, n: Node) -> None:
         at = self.place(name)
-        self.used.payload = True
         if n.scope is Scope.ELEMENT and n.dtype in ir.CODES:
             stride = element_nbytes(n.dtype, self.layout.block)
             self.planes(at, n, self.align(name, stride))
@@ -104,7 +103,6 @@ class Nodes:
         kept: the place of a block among those whose `flag` is set, if only these are stored.
         """
         stride = element_nbytes(n.dtype, self.layout.block)
-        self.used.payload = True
         address = f"payload + {at}" if kept else f"payload + {at} + block * {stride}"
         stores = []  # after all loads, since a compiler does not know what they overwrite
         for plane in planes_of(n.dtype):
@@ -169,7 +167,7 @@ class Nodes:
         n, t = key
         args = n.args[: OPERANDS.get(n.op, 0)]
         tensors: Iterable[Tensor | None] = (t,)
-        if key in self.memo or (n.scope is Scope.TENSOR and n.op == "reduce"):
+        if key in self.memo or n in self.fixed or (n.scope is Scope.TENSOR and n.op == "reduce"):
             return []
         if n.op == "reduce":
             tensors = self.natural if n.attr == "sum" else self.tensors
@@ -186,7 +184,7 @@ class Nodes:
     def compute(self, n: Node, t: Tensor | None) -> None:
         """Emit the computation of a value."""
         name = self.name(n, t)
-        text = getattr(self, f"node_{n.op}")(n, t)
+        text = getattr(self, f"node_{'param' if n in self.fixed else n.op}")(n, t)
         if text is not None:
             self.put(f"{name} = {text}")
         self.memo[of_tensor(n, t)] = name
@@ -216,7 +214,7 @@ class Nodes:
         self.memo, self.indent = self.memo.parents, self.indent - 1
 
     def node_param(self, n: Node, t: Tensor | None) -> str:
-        return f"tl.load(numbers + {n.attr})"
+        return f"tl.load(numbers + {self.fixed.get(n, n.attr)})"
 
     def node_load(self, n: Node, t: Tensor) -> str:
         target = str(n.attr)
@@ -246,10 +244,7 @@ class Nodes:
     def base(self, n: Node) -> str:
         """The payload that a received field belongs to."""
         assert isinstance(n.attr, ir.FieldRef)
-        if n.attr.source:
-            return "source"
-        self.used.payload = True
-        return "payload"
+        return "source" if n.attr.source else "payload"
 
     def unpacked(
         self, n: Node, t: Tensor, address: str, align: int, kept: str = "", flag: str = ""
@@ -337,14 +332,13 @@ class Nodes:
 
     def stream(self, stream: ir.Stream) -> str:
         if not stream.source:  # those are made where peers' payloads are summed
-            self.used.streams.add(stream)
+            at = triton_rows.streams(self.program).index(stream)
+            self.used.streams[stream] = self.layout.partials + at
         return stream_name(stream)
 
     def place(self, name: str) -> str:
         """The offset of a field in a payload."""
-        at = self.index(name)
-        self.used.fields = max(self.used.fields, at + 1)
-        return f"at{at}"
+        return f"at{self.index(name)}"
 
     def align(self, name: str, stride: int) -> int:
         """The known alignment of a tile's part of a field, with `stride` bytes per block."""
