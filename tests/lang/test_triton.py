@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import triton_checks
-from other_codecs import ODD, SELECTIONS, Kept, ManyBlocks, Trits
+from other_codecs import ODD, SELECTIONS, Kept, ManyBlocks, Odd, Trits
 from test_float8 import Stored, borders
 from test_targets import NON_FINITE, SPECIAL
 
@@ -153,6 +153,17 @@ def test_triton_equals_eager(interpreted: Interpreted) -> None:
     assert {made for made, _ in codecs.REGISTRY.values()} - {codecs.LowRank} <= {
         type(case.codec) for case in FEW
     }
+
+
+def test_what_lies_beyond_a_tile_takes_no_part_in_an_extreme_of_its_row(
+    interpreted: Interpreted,
+) -> None:
+    """Tiles that are not full have fewer blocks than tensors have lines, and ragged blocks fewer
+    elements than columns."""
+    rows = ([-3.0 - i % 7 for i in range(100)], [5.0] * 81, [-1e-40] * 3)
+    for codec in (codecs.ThreeLC(), Odd(), NAMED["terngrad"]):
+        case = Case(codec, ("encode",), sizes=(), given=rows)
+        assert interpreted(case.differences) == "", codec
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=EXHAUSTIVE) for case in MANY], ids=str)
