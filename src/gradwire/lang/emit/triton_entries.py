@@ -24,7 +24,7 @@ from gradwire.lang.emit.triton_blocks import Joins
 from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.emit.triton_views import Tensor
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import COUNT_NBYTES
+from gradwire.lang.layout import COUNT_NBYTES, element_nbytes
 from gradwire.lang.sweeps import Partial, Sink
 
 
@@ -296,7 +296,8 @@ class Kernel(Joins):
         for f in self.layout.fields:
             if f.flag is not None:
                 n = next(n for name, n in self.program.fields if name == f.name)
-                self.planes("tl.load(row + TAIL)", n, 0, zero=True)
+                nbytes = element_nbytes(n.dtype, self.layout.block)
+                self.planes(f"tl.load(row + TAIL) + block * {nbytes}", n, 0, zero=True)
 
     def kept(self, n: Node) -> None:
         """Pack the codes of blocks whose flag is set, behind those of earlier blocks."""

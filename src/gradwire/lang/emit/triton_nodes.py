@@ -74,13 +74,11 @@ class Nodes:
         self.put(f"tl.store({at}, {value}, mask=here)")
 
     def field(self, name: str, n: Node) -> None:
-        at = self.place(name)
+        at, align = self.part(name)
+        address = f"payload + {at}"
         if n.scope is Scope.ELEMENT and n.dtype in ir.CODES:
-            stride = element_nbytes(n.dtype, self.layout.block)
-            self.planes(at, n, self.align(name, stride))
+            self.planes(at, n, align)
         elif n.scope is Scope.ELEMENT:
-            stride = ir.BITS[n.dtype] // 8 * self.layout.block
-            address, align = f"payload + {at} + block * {stride}", self.align(name, stride)
             values = {}
             for t in self.tensors:
                 values[t] = self.value(n, t)
@@ -88,22 +86,15 @@ class Nodes:
             for t, value in values.items():
                 self.put(f"{STORES[n.dtype]}({address}, o{t}, {value}, in{t}, {align})")
         else:
-            store, value = STORES.get(n.dtype, "store8"), self.value(n)
-            size = self.layout.fields[self.index(name)].item_nbytes
-            if n.scope is Scope.TENSOR:
-                align = self.align(name, 0)
-                self.put(f"{store}(payload + {at}, 0, {value}, block == 0, {align})")
-            else:
-                address, align = f"payload + {at} + block * {size}", self.align(name, size)
-                self.put(f"{store}({address}, g, {value}, here, {align})")
+            place = "0, {}, block == 0" if n.scope is Scope.TENSOR else "g, {}, here"
+            store = STORES.get(n.dtype, "store8")
+            self.put(f"{store}({address}, {place.format(self.value(n))}, {align})")
 
     def planes(self, at: str, n: Node, align: int, kept: str = "", zero: bool = False) -> None:
         """Pack codes plane by plane, or write zeros in their place.
 
         kept: the place of a block among those whose `flag` is set, if only these are stored.
         """
-        stride = element_nbytes(n.dtype, self.layout.block)
-        address = f"payload + {at}" if kept else f"payload + {at} + block * {stride}"
         stores = []  # after all loads, since a compiler does not know what they overwrite
         for plane in planes_of(n.dtype):
             view = self.views.view(plane.cells)
@@ -118,7 +109,7 @@ class Nodes:
                 offset = self.byte_offset(n.dtype, plane, view.byte(number), kept)
                 stores.append(f"{offset}, {packed or '0 * g'}, {within}")
         for store in stores:
-            self.put(f"store8({address}, {store}, {align})")
+            self.put(f"store8(payload + {at}, {store}, {align})")
 
     def settle(self, tensors: Iterable[Tensor]) -> None:
         """Compute what will be stored at these elements while their operands are in registers."""
@@ -225,21 +216,13 @@ class Nodes:
 
     def node_field(self, n: Node, t: Tensor) -> str:
         assert isinstance(n.attr, ir.FieldRef)
-        base, at = self.base(n), self.place(n.attr.name)
-        f = self.layout.fields[self.index(n.attr.name)]
-        load = LOADS.get(n.dtype, "load8")
-        if n.scope is Scope.TENSOR:
-            return f"{load}({base} + {at}, 0, True, {self.align(f.name, 0)})"
-        if n.scope is Scope.BLOCK:
-            size, align = f.item_nbytes, self.align(f.name, f.item_nbytes)
-            return f"{load}({base} + {at} + block * {size}, g, here, {align})"
-        if n.dtype in ir.CODES:
-            stride = element_nbytes(n.dtype, self.layout.block)
-            address, align = f"{base} + {at} + block * {stride}", self.align(f.name, stride)
+        at, align = self.part(n.attr.name)
+        address = f"{self.base(n)} + {at}"
+        if n.scope is Scope.ELEMENT and n.dtype in ir.CODES:
             return self.unpacked(n, t, address, align)
-        stride = f.item_nbytes * self.layout.block
-        address, align = f"{base} + {at} + block * {stride}", self.align(f.name, stride)
-        return f"{load}({address}, o{t}, in{t}, {align})"
+        places = {Scope.TENSOR: "0, True", Scope.BLOCK: "g, here"}
+        place = places.get(n.scope, f"o{t}, in{t}")
+        return f"{LOADS.get(n.dtype, 'load8')}({address}, {place}, {align})"
 
     def base(self, n: Node) -> str:
         """The payload that a received field belongs to."""
@@ -339,6 +322,14 @@ class Nodes:
     def place(self, name: str) -> str:
         """The offset of a field in a payload."""
         return f"at{self.index(name)}"
+
+    def part(self, name: str) -> tuple[str, int]:
+        """The offset in a payload of a tile's part of a field, and its known alignment."""
+        f, block = self.layout.fields[self.index(name)], self.layout.block
+        stride = f.item_nbytes * (block if f.scope is Scope.ELEMENT else f.scope is Scope.BLOCK)
+        if f.scope is Scope.ELEMENT and f.dtype in ir.CODES:
+            stride = element_nbytes(f.dtype, block)
+        return f"{self.place(name)} + block * {stride}", self.align(name, stride)
 
     def align(self, name: str, stride: int) -> int:
         """The known alignment of a tile's part of a field, with `stride` bytes per block."""
