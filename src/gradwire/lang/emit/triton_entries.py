@@ -24,7 +24,7 @@ from gradwire.lang.emit.triton_blocks import Joins
 from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.emit.triton_views import Tensor
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import COUNT_NBYTES, element_nbytes
+from gradwire.lang.layout import element_nbytes
 from gradwire.lang.sweeps import Partial, Sink
 
 
@@ -163,7 +163,10 @@ class Kernel(Joins):
     def stores(self) -> None:
         """All stores, after all reads; then patches."""
         written = [
-            (target, t, self.value(n, t)) for t in self.tensors for target, n in self.program.stores
+            (target, t, self.value(n, t))
+            for t in self.tensors
+            for target, n in self.program.stores
+            if (target, t) not in self.settled
         ]
         alone = self.views.shared and not self.sent()
         if written and (self.used.loads or self.patches()) and not alone:
@@ -227,9 +230,8 @@ class Kernel(Joins):
         self.prepare()
         self.put("start, many, ties, begin0, own = segments(row, words, block, g, here, blocks)")
         self.put("next0 = begin0")
-        address = f"payload + {self.place(name)} + block * {COUNT_NBYTES}"
-        align = self.align(name, COUNT_NBYTES)
-        self.put(f"store16({address}, g, own.to(tl.uint32), here, {align})")
+        at, align = self.part(name)
+        self.put(f"store16(payload + {at}, g, own.to(tl.uint32), here, {align})")
         self.put("staged = words + tl.load(row + STAGED)")
         self.put("entries0 = tl.load(words + tl.load(row + BEFORE) + blocks)")
         self.put(f"for piece in range(0, tl.max(many), {t.width}):")

@@ -26,7 +26,7 @@ from gradwire.lang.emit.triton_rows import (
 )
 from gradwire.lang.emit.triton_views import Tensor, Views
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes
 from gradwire.lang.sweeps import Partial
 
 TRITON = 1  # the target's place in a rule
@@ -55,6 +55,8 @@ class Nodes:
         rotates = any(n.op == "rotate" for n in self.number)
         self.main = 1 if selects or rotates else main_view(layout)
         self.views = Views(layout, full, whole=selects and rotates)
+        self.loads = [n for n in self.number if n.op == "load" and not selects]
+        self.settled: set[tuple[str, Tensor]] = set()  # what has been stored
         self.memo: ChainMap[Any, str] = ChainMap()
         self.lines: list[str] = []
         self.indent = 1
@@ -103,20 +105,29 @@ class Nodes:
                 digits = [] if zero else [plane.digit(self.value(n, t)) for t in piece]
                 if not zero:
                     self.settle(piece)
-                packed = plane.packed(
-                    [f"tl.where(in{t}, {d}, 0)" for t, d in zip(piece, digits, strict=not zero)]
-                )
+                inside = zip(piece, digits, strict=not zero)
+                packed = plane.packed([f"tl.where(in{t}, {d}, 0)" for t, d in inside]) or "0 * g"
                 offset = self.byte_offset(n.dtype, plane, view.byte(number), kept)
-                stores.append(f"{offset}, {packed or '0 * g'}, {within}")
+                stores.append(f"store8(payload + {at}, {offset}, {packed}, {within}, {align})")
+                if self.all_read():
+                    self.put(stores.pop())
         for store in stores:
-            self.put(f"store8(payload + {at}, {store}, {align})")
+            self.put(store)
 
     def settle(self, tensors: Iterable[Tensor]) -> None:
         """Compute what will be stored at these elements while their operands are in registers."""
         for t in tensors:
-            if t in self.tensors:
-                for n in self.stored.values():
-                    self.value(n, t)
+            for target, n in self.stored.items() if t in self.tensors else ():
+                value = self.value(n, t)
+                if self.all_read() and (target, t) not in self.settled:
+                    self.settled.add((target, t))
+                    self.store(target, t, value)
+
+    def all_read(self) -> bool:
+        """Whether all elements are in registers, as after a reduction, and no other thread reads
+        them: then what takes their place can be stored at once, lest it take more registers."""
+        every = [(n, t) in self.memo for n in self.loads for t in self.tensors]
+        return bool(self.stored and self.views.shared and every) and all(every)
 
     def byte_offset(self, dtype: str, plane: Plane, j: str, kept: str) -> str:
         """The offset of byte j of a plane from the first block of a tile, or of kept codes."""
@@ -319,23 +330,17 @@ class Nodes:
             self.used.streams[stream] = self.layout.partials + at
         return stream_name(stream)
 
-    def place(self, name: str) -> str:
-        """The offset of a field in a payload."""
-        return f"at{self.index(name)}"
-
     def part(self, name: str) -> tuple[str, int]:
         """The offset in a payload of a tile's part of a field, and its known alignment."""
-        f, block = self.layout.fields[self.index(name)], self.layout.block
+        number, block = self.index(name), self.layout.block
+        f = self.layout.fields[number]
         stride = f.item_nbytes * (block if f.scope is Scope.ELEMENT else f.scope is Scope.BLOCK)
         if f.scope is Scope.ELEMENT and f.dtype in ir.CODES:
             stride = element_nbytes(f.dtype, block)
-        return f"{self.place(name)} + block * {stride}", self.align(name, stride)
-
-    def align(self, name: str, stride: int) -> int:
-        """The known alignment of a tile's part of a field, with `stride` bytes per block."""
-        if not self.full:
-            return 0
-        return triton_rows.alignment(self.layout, stride, self.index(name))
+        if f.capacity is not None:
+            stride = COUNT_NBYTES
+        align = triton_rows.alignment(self.layout, stride, number) if self.full else 0
+        return f"at{number} + block * {stride}", align
 
     def index(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)
