@@ -16,7 +16,7 @@ import pytest
 from codec_calls import CODECS
 from gradwire import codecs
 from gradwire.codecs import QSGD, Cast, Codec, Identity, TopK
-from gradwire.lang import forms, gpu, layout, tiles
+from gradwire.lang import forms, gpu, layout
 from gradwire.lang.emit import triton, triton_rows, triton_views
 from gradwire.lang.forms import FORMS
 from products import EXHAUSTIVE
@@ -155,12 +155,12 @@ def test_only_aligned_memory_is_stored_as_vectors() -> None:
 
 WORDS = ("number", "column", "first", "chunks", "parts", "index", "done")
 SIZES = {
-    "BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "EVERY": 0, "PIECE": 2, "CHUNK": tiles.CHUNK,
-    "PART": 64, "SINGLE": False, "PARTIAL": 2, "SAMPLE": True, "RANKED": True, "FLAGS": False,
+    "BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "EVERY": 0, "PIECE": 2,
+    "PART": 64, "SINGLE": False, "RANKED": True, "FLAGS": False,
     "R": gpu.REDUCED, "LOG": 10, "C": gpu.REDUCED_COLUMNS,
 }  # fmt: skip
 BETWEEN = (
-    "complete", "begin", "check", "histogram", "statistic", "tally", "scan", "sum_counts",
+    "complete", "choose", "histogram", "statistic", "tally", "scan", "sum_counts",
     "survey",
 )  # fmt: skip
 

@@ -34,30 +34,40 @@ WARPS = 16
 GROWTH = 1.25  # a change that costs more must say so, in the stored figures
 # (codec and form, quantity) beyond its bound -> why
 BEYOND = {
-    ("onebit encode", "instructions"): "two counts and two sums in order",
-    ("learnedlevels encode", "instructions"): "four comparisons with looked-up bounds",
+    ("onebit encode", "instructions"): "two sums in order, by 40 shuffles of each thread",
+    ("learnedlevels encode", "instructions"): "4 comparisons, 11 choices among their bounds",
     ("rotated encode", "instructions"): "four of seven steps among the lanes of a tensor",
     ("rotated decode", "instructions"): "the same, and random numbers drawn again",
     ("qsgd decode", "instructions"): "random numbers drawn again",
     ("fp8 decode", "instructions"): "no instruction for fp8 with the same bits",
+    ("qsgd:scale=l2 encode", "instructions"): "13 of an exact division, by the norm",
+    ("qsgd:scale=l2 encode", "conversions"): "codes at even bytes: narrower loads take 3 more",
+    ("qsgd:scale=l2 encode", "barriers"): "those of the conversions",
     ("threelc encode", "conversions"): "kept codes are stored at any byte",
     ("threelc encode_ef", "conversions"): "the same",
     ("threelc reduce_encode", "conversions"): "the same",
     ("topk encode", "instructions"): "two stores at computed places per value",
-    ("topk encode", "barriers"): "scans of candidates, in two words of counts",
+    ("topk encode", "barriers"): "where a thread loads single numbers, four warps share a block",
     ("topk encode_ef", "barriers"): "the same",
     ("topk reduce_encode", "barriers"): "the same",
-    ("topk reduce_encode", "spills"): "two numbers of a loop over candidates",
-    ("qsgd encode_ef", "warps"): "ptxas keeps what it could compute later",
-    ("learnedlevels encode_ef", "warps"): "the same",
-    ("rotated encode_ef", "warps"): "the same",
+    ("topk reduce_encode", "spills"): "a number for the second loop is kept through the first",
+    (
+        "adacomp encode_ef",
+        "conversions",
+    ): "entries, an eighth of a tile, go to computed places",
+    ("adacomp encode_ef", "barriers"): "the same, and as in topk",
+    ("adacomp encode_ef", "warps"): "two loops over candidates beside stores of all elements",
+    ("qsgd encode_ef", "warps"): "24 of 32 random numbers are drawn before the extremes are known",
+    ("rotated encode_ef", "warps"): "signs, random and rotated numbers: 96 of a thread",
     ("rotated reduce_encode", "warps"): "the same",
-    ("rotated reduce_encode", "spills"): "the same",
+    ("rotated reduce_encode", "spills"): "a mask and a number are kept through the loop over ranks",
 }
 OLDEST = "3.6."  # that the package allows; the stored figures are of 3.9
 # codec -> why it has no bounds under the oldest Triton
 COSTLIER = {
     "topk": "changes layouts of candidates 40 times",
+    "adacomp": "the same",
+    "qsgd:scale=l2": "not counted",
     "learnedlevels": "changes layouts of looked-up bounds 12 to 25 times",
     "onebit": "12 warps for encode_ef and reduce_encode",
     "threelc": "18.4 instructions for decode",

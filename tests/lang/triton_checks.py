@@ -183,9 +183,10 @@ def differences(
     values = [gradient(n, dtype, seed=n) for n in sizes]
     values += [torch.tensor(numbers, dtype=torch.float32).to(dtype) for numbers in given]
     made = with_payloads(codec, memory(layout(codec, dtype), values))
-    wrong = []
+    wrong, valid = [], made.payload.clone()
     for form in forms:
         sums = form in SUMS
+        made.payload.copy_(valid) if form.startswith("decode") else made.payload.fill_(0xA5)
         for rank in (1, -1) if form == "decode_sum" else (1 if sums else 0,):
             ranks = PEERS + (rank >= 0) if sums else 1
             a = made.run(codec, form, "triton", ranks, rank, device)
@@ -202,13 +203,17 @@ def sampled_differences(
     from gradwire.lang.emit import triton_selection
 
     launch, usual, again = gpu.Launches.launch, gpu.UNSAMPLED, 0
+    chosen: list[torch.Tensor] = []
 
     def watching(self: gpu.Launches, kernel: object, *arguments: object, **options: object) -> None:
         nonlocal again
         launch(self, kernel, *arguments, **options)  # type: ignore[arg-type]
-        if kernel is triton_selection.check:
-            state = torch.from_numpy(self.divided.table[:, tiles.COLUMN["state"]])
-            again += int(self.words[state + triton_selection.OPEN.value].sum())
+        table = self.divided.table
+        floors = self.table[: table.size].view(table.shape)[:, tiles.COLUMN["floor"]].clone()
+        if kernel is triton_selection.choose:
+            chosen.append(floors)
+        elif kernel is triton_selection.histogram and chosen:
+            again += int((floors < chosen.pop()).sum())
 
     gpu.Launches.launch, gpu.UNSAMPLED = watching, 0  # type: ignore[method-assign]
     found = differences(codec, torch.float32, [], given, [form])
@@ -287,6 +292,16 @@ def marked(codec: Codec, numel: int, bad: dict[int, int], device: str = "cpu") -
     return wrong
 
 
+def numbers(codec: Codec, form: str) -> list[float]:
+    """The codec's numbers, and what a form's kernels are given of them."""
+    from gradwire.lang import gpu
+
+    device = kernels(codec, torch.float32, "triton")
+    assert isinstance(device, gpu.Device)
+    found: list[float] = device.numbers(form, torch.device("cpu")).tolist()
+    return found
+
+
 def has_mark(codecs: Sequence[Codec]) -> list[bool]:
     """Whether the payloads of these codecs can be malformed."""
     return [kernels(codec, torch.float32, "triton").mark() is not None for codec in codecs]
@@ -351,7 +366,7 @@ def trips(codec: Codec, numel: int) -> int:
     workspace = torch.zeros(device.workspace_nbytes(rows["numel"]), dtype=torch.uint8)
     divided = tiles.divide(rows, lay, statistics=device.statistics)
     failed = torch.zeros(1, dtype=torch.int32)
-    made, most = gpu.Launches(device, divided, Call(workspace=workspace), failed), 0
+    made, most = gpu.Launches(device, "decode", divided, Call(workspace=workspace), failed), 0
 
     def counting(*arguments: int) -> range:
         nonlocal most

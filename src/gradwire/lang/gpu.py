@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import ConfigError
-from gradwire.lang import forms, tiles
+from gradwire.lang import forms, ir, semantics, tiles
 from gradwire.lang.call import Call, Kernels, Mark
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton, triton_rows, triton_views
@@ -35,7 +35,7 @@ VALUES_PER_THREAD = 32
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
-KEY_BYTES = 4
+DIGITS = 3  # of a key
 UNSAMPLED = 2**16  # values of a row up to which all keys are candidates
 TALLIED = 4096  # candidates that a program counts at once
 
@@ -95,9 +95,9 @@ class Device(Kernels):
         self.options = options(self.layout, warp=64 if torch.version.hip else 32)
         derived = forms.derive(codec, native_name(dtype))
         self.statistics = triton_rows.statistics(derived.programs.values())
-        table = derived.table or (0.0,)
+        self.streams = {form: triton_rows.streams(p) for form, p in derived.programs.items()}
         self.numbers = functools.cache(
-            lambda device: torch.tensor(table, dtype=torch.float32, device=device)
+            lambda form, device: numbers(derived.programs[form], derived.table).to(device)
         )
         # passed to kernels that read no payload; they never write to it
         self.unread = functools.cache(
@@ -115,13 +115,15 @@ class Device(Kernels):
             needed = self.workspace_nbytes(rows["numel"], ranks=2)  # with room for a sum
             room = torch.empty(needed, dtype=torch.uint8, device=self.device)
             call, ranks = replace(call, workspace=room), 2
-        divided = tiles.divide(rows, self.layout, ranks, call.stride, self.statistics)
+        divided = tiles.divide(
+            rows, self.layout, ranks, call.stride, self.statistics, self.streams[form]
+        )
         if not divided.number:
             return
         own = self.mark() if call.mark is None and not form.startswith("encode") else None
         mark = call.mark or own
         failed = self.unread(self.current()) if mark is None else mark.failed
-        made = Launches(self, divided, call, failed)
+        made = Launches(self, form, divided, call, failed)
         for step, *arguments in self.steps[form]:
             getattr(made, step)(*arguments)
         if own is not None:
@@ -149,13 +151,15 @@ class Device(Kernels):
 class Launches:
     """The steps of one call, queued on the current stream; emit/triton.py lists them."""
 
-    def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
+    def __init__(
+        self, device: Device, form: str, divided: Tiles, call: Call, failed: torch.Tensor
+    ) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
         self.counts, self.selection = device.counts, device.selection
         self.failed = failed
         n = len(divided.table)
         self.table, self.origins = self.uploaded()
-        self.numbers = device.numbers(self.table.device)
+        self.numbers = device.numbers(form, self.table.device)
         self.workspace = self.numbers
         if call.workspace is not None:
             self.workspace = call.workspace[: 4 * divided.words].view(torch.float32)
@@ -163,17 +167,16 @@ class Launches:
         self.rows = (self.table, n, n.bit_length())
         self.tile = {"BLOCK": self.layout.block, "GROUP": triton_rows.group(self.layout)}
         self.chunks = divided.blocks // CHUNK + 1  # of the longest row
-        self.chunk = {"BLOCK": self.layout.block, "CHUNK": CHUNK}
 
     def uploaded(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The table on the device, its rows' extremes behind it; and, where kernels take it, what
+        """The table on the device, and what is behind it; and, where kernels take it, what
         follows: the payloads' origins."""
-        table, redraws = self.divided.table, self.layout.redraws
-        extremes = np.zeros(len(table) * self.layout.partials, np.int64)
+        known = [self.divided.table.ravel(), self.divided.behind.ravel()]
+        redraws = self.layout.redraws
         origins = self.call.origins if redraws and self.call.payloads else ()
-        whole = np.concatenate([table.ravel(), extremes, np.asarray(origins, np.int64)])
+        whole = np.concatenate([*known, np.asarray(origins, np.int64)])
         moved = self.device.upload(whole)
-        return moved, (moved[table.size + extremes.size :],) if redraws else ()
+        return moved, (moved[sum(part.size for part in known) :],) if redraws else ()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch a kernel; every launch of target triton goes through here."""
@@ -211,7 +214,6 @@ class Launches:
             self.common(
                 self.device.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
-                BLOCK=self.layout.block, PARTIAL=self.layout.partials,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
             )  # fmt: skip
             done += 1
@@ -222,43 +224,34 @@ class Launches:
         flags = any(f.flag is not None for f in self.layout.fields)
         grid = (self.rows[1] * self.chunks, payloads)
         given = (self.call.stride, int(peers), self.chunks)
-        constants = {**self.chunk, "FLAGS": flags}
         if payloads and self.chunks > 1:
-            self.common(self.counts.sum_counts, grid, self.table, self.words, *given, **constants)
+            self.common(self.counts.sum_counts, grid, self.table, self.words, *given, FLAGS=flags)
         if payloads:
             self.common(
                 self.counts.survey, grid, self.table, self.words, self.failed, *given,
-                **constants, SINGLE=self.chunks == 1,
+                FLAGS=flags, SINGLE=self.chunks == 1,
             )  # fmt: skip
 
     def sample(self, index: int, every: int, column: int) -> None:
         """Compute the order statistic of the sample that a sweep stored."""
         k = COLUMN[f"size{column}"]
         self.cut(k, every)
-        self.common(
-            self.selection.statistic, (self.rows[1],),
-            self.table, self.words, self.workspace, k, index,
-            BLOCK=self.layout.block, PARTIAL=self.layout.partials,
-        )  # fmt: skip
+        self.common(self.selection.statistic, (self.rows[1],), self.table, self.words, k, index)
 
     def select(self, keys: Any, keys_others: Any, *picks: Any) -> None:
         """Find the candidates, the threshold, and the entries before every block.
 
         Candidates are all keys of short rows, and keys that are not ranked; else a sample of keys
-        tells which. Where it has misled, the keys are swept again.
+        tells which. Where it has misled, the second sweep sifts a row again.
         """
         ranked = bool(picks)
         sample = ranked and self.divided.blocks * self.layout.block > UNSAMPLED
         if sample:
             self.sweep(*picks)
-        self.common(
-            self.selection.begin, (self.rows[1],), self.table, self.words,
-            **self.chunk, RANKED=ranked, SAMPLE=sample,
-        )  # fmt: skip
-        self.sweep(keys, keys_others)
-        if sample:
-            self.common(self.selection.check, (self.rows[1],), self.table, self.words)
+            per_row = (self.rows[1],), self.table, self.words
+            self.common(self.selection.choose, *per_row, BLOCK=self.layout.block)
             self.sweep(keys, keys_others)
+        self.sweep(keys, keys_others)
         if ranked:
             self.cut(COLUMN["capacity"])
         piece = triton_views.piece(self.layout)
@@ -266,7 +259,7 @@ class Launches:
         parts = -(-self.divided.blocks // part)
         self.common(
             self.counts.tally, (self.rows[1] * parts,), self.table, self.words, parts,
-            **self.chunk, PART=part, PIECE=piece, RANKED=ranked,
+            PART=part, PIECE=piece, RANKED=ranked,
         )  # fmt: skip
         self.scan()
 
@@ -274,18 +267,30 @@ class Launches:
         """Compute the entries before every block from the counts of a selection."""
         self.common(
             self.counts.scan, (self.rows[1] * self.chunks,), self.table, self.words, self.chunks,
-            **self.chunk, SINGLE=self.chunks == 1,
+            SINGLE=self.chunks == 1,
         )  # fmt: skip
 
     def cut(self, column: int, every: int = 0) -> None:
-        """Find all but the last byte of the k-th largest key, and count that, with k in a column of
-        the table; `every`: of a sample of one per so many values, not of the candidates."""
+        """Find all but the last digit of the k-th largest key, and count that; k is in a column of
+        the table. `every`: of a sample of one per so many values, not of the candidates."""
         size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
-        for number in range(KEY_BYTES):
+        for number in range(DIGITS):
             self.common(
                 self.selection.histogram, (self.divided.number,),
                 *self.rows, self.words, number, column, **self.tile, SIZE=size, EVERY=every,
             )  # fmt: skip
+
+
+def numbers(program: ir.Function, table: tuple[float, ...]) -> torch.Tensor:
+    """The codec's table, and what a form computes of it alone; at least one number."""
+    fixed, known = triton_rows.fixed(program), dict[ir.Node, torch.Tensor]()
+    for n in ir.walk(fixed):
+        number = table[int(str(n.attr))] if n.op == "param" else n.attr
+        args = [known[a] for a in n.args]
+        known[n] = semantics.ALU[str(n.attr)](*args) if args else torch.tensor(number)
+    first = min(fixed.values(), default=len(table))
+    held = [*table[:first], *(float(known[n]) for n in fixed)]
+    return torch.tensor(held or [0.0], dtype=torch.float32)
 
 
 def options(layout: Layout, warp: int) -> dict[str, Any]:

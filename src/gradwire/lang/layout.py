@@ -90,6 +90,7 @@ class Layout:
         fields: as given to `concat`.
         block: values per block.
         partials: floats per block in the workspace (for tensor reductions), 0 for most codecs.
+        sums: of these, those up to the last that is a sum.
         samples: one of this many values is sampled for sorting (the least of all), 0 without sort.
         staged: numbers per staged entry in the workspace, 0 without a selection.
         data_dependent: whether the length of a payload depends on data; it does not if a selection
@@ -101,6 +102,7 @@ class Layout:
     fields: tuple[Field, ...]
     block: int
     partials: int
+    sums: int
     samples: int
     staged: int
     data_dependent: bool
@@ -228,10 +230,12 @@ def _layout(codec: Codec, native: str) -> Layout:
     derived = forms.derive(codec, native)
     programs = derived.programs.values()
     nodes = [n for p in programs for n in ir.walk(p.roots)]
+    reductions = [passes.tensor_reductions(p) for p in programs]
     return Layout(
         fields=derived.fields,
         block=derived.block,
-        partials=max(len(passes.tensor_reductions(p)) for p in programs),
+        partials=max(map(len, reductions)),
+        sums=max((i for r in reductions for i, n in enumerate(r, 1) if n.attr == "sum"), default=0),
         samples=min((n.attr.every for n in nodes if isinstance(n.attr, ir.Rank)), default=0),
         staged=max(passes.staged_numbers(p) for p in programs),
         data_dependent=any(n.op == "keep" or _may_be_partial(n) for n in nodes),
@@ -243,7 +247,7 @@ def _layout(codec: Codec, native: str) -> Layout:
 @lru_cache(maxsize=64)
 def _exact(itemsize: int) -> Layout:
     value = Field("value", f"{RAW}{8 * itemsize}", Scope.ELEMENT)
-    return Layout((value,), forms.DEFAULT_BLOCK, 0, 0, 0, False, False, lambda numel: None)
+    return Layout((value,), forms.DEFAULT_BLOCK, 0, 0, 0, 0, False, False, lambda numel: None)
 
 
 def _may_be_partial(n: ir.Node) -> bool:

@@ -4,8 +4,8 @@ A row's part of the workspace, in 4-byte words:
 
 | part | words | holds |
 | --- | --- | --- |
-| partials | (blocks + 1) * reductions | partial results per block, then the results of the row |
-| state | 1040 + (1 + ranks) * chunks | of a selection, and sums: emit/triton_selection.py |
+| partials | blocks * reductions | partial results per block, if one is a sum |
+| state | 6152 + (1 + ranks) * chunks | of a selection, and sums: emit/triton_selection.py |
 | before | (1 + ranks) * (blocks + 1) | entries before a block, in the own and in peers' payloads |
 | tied | 3 * blocks | earlier keys equal to the threshold; first candidate; number of candidates |
 | keys | 1.5 * numel | of candidates, then their positions in 16 bits; or only keys, of a sample |
@@ -14,6 +14,10 @@ A row's part of the workspace, in 4-byte words:
 
 Codecs whose payloads have a fixed length only need the first, and keys and state if they sample.
 A chunk is CHUNK blocks, or fewer at the end of the row.
+
+What depends on the row alone is in its line of the table, or behind the table where its size
+depends on the codec: the results of the row's reductions, of extremes their keys, which kernels
+raise; then the words of its streams.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwire.lang import ir
+from gradwire.lang import ir, rng
 from gradwire.lang.call import ROW
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.ir import Scope
@@ -35,11 +39,12 @@ EXTRA = (
     "tiles", "partials", "number", "capacity", "counted", "tail",
     "state", "before", "tied", "keys", "staged",
     *(f"size{i}" for i in range(triton_rows.STATISTICS)),
-    "full_tiles", "other_tiles", "first_other", "extremes", "totals",
+    "full_tiles", "other_tiles", "first_other", "totals", "blocks", "behind",
+    "found", "floor", "closed",
 )  # fmt: skip
 ROW_COLUMNS = ROW.itemsize // 8
 COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
-STATE = 16 + 4 * 256
+STATE = 8 + 3 * 2048
 CHUNK = 2048  # blocks whose counts one program sums
 PATCHED = 2  # values and residual: what elements that are selected hold instead
 
@@ -50,6 +55,7 @@ class Tiles:
 
     Attributes:
         table: int64[rows, columns], for the device.
+        behind: int64[rows, numbers], which comes behind it.
         number: number of tiles of all rows.
         full: number of those that are full: GROUP whole blocks, in a row whose addresses all are
             aligned. They are the first of their row.
@@ -58,6 +64,7 @@ class Tiles:
     """
 
     table: np.ndarray
+    behind: np.ndarray
     number: int
     full: int
     blocks: int
@@ -70,11 +77,12 @@ def divide(
     ranks: int = 1,
     stride: int = 0,
     statistics: Sequence[tuple[int, ir.Size]] = (),
+    streams: Sequence[ir.Stream] = (),
 ) -> Tiles:
     """Divide rows into tiles of whole blocks; a ragged last block is its own tile.
 
     `stride`: distance between the payloads of a sum. `statistics`: (sampling interval, size) of
-    the order statistics.
+    the order statistics. `streams`: those of the rows' random numbers.
     """
     numels = rows["numel"]
     table = np.zeros((rows.size, ROW_COLUMNS + len(EXTRA)), np.int64)
@@ -89,7 +97,12 @@ def divide(
     table[:, COLUMN["first_other"]] = full
     row = np.arange(rows.size)
     table[:, COLUMN["number"]] = row + 1
-    table[:, COLUMN["extremes"]] = (rows.size - row) * table.shape[1] + row * layout.partials
+    behind = np.zeros((rows.size, layout.partials + len(streams)), np.int64)
+    for i, s in enumerate(streams, layout.partials):  # a stream's words have the bits of such a key
+        keys = rng.origin_keys(rows["shared" if s.shared else "key"], s.number)
+        behind[:, i] = keys.view(np.int64)
+    table[:, COLUMN["behind"]] = (rows.size - row) * table.shape[1] + row * behind.shape[1]
+    table[:, COLUMN["blocks"]] = -(-numels // layout.block)
     table[:, COLUMN["capacity"]] = _capacity(layout, numels)
     known = np.zeros_like(numels)
     for f in layout.fields:
@@ -107,9 +120,9 @@ def divide(
         table[:, COLUMN[name]] = at
         at = at + words
     if not rows.size:
-        return Tiles(table, 0, 0, 0, 0)
+        return Tiles(table, behind, 0, 0, 0, 0)
     number, whole = int(tiles.sum()), int(full.sum())
-    return Tiles(table, number, whole, int(blocks.max()) + 1, int(ends[-1]))
+    return Tiles(table, behind, number, whole, int(blocks.max()) + 1, int(ends[-1]))
 
 
 def _aligned(rows: np.ndarray, stride: int) -> np.ndarray:
@@ -133,7 +146,7 @@ def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarr
     columns = sum(dtype in (*ir.CODES, "selection") for dtype in sent)
     samples = -(-numels // layout.samples) if layout.samples else none
     return {
-        "partials": (blocks + 1) * layout.partials,
+        "partials": blocks * layout.sums,
         "state": STATE + (1 + ranks) * (blocks // CHUNK + 1) if counts else none,
         "before": (1 + ranks) * (blocks + 1) if layout.variable else none,
         "tied": 3 * blocks if selects else none,

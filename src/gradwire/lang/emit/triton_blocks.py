@@ -25,8 +25,7 @@ class Joins(Nodes):
             index = self.reductions.index(n)
             if n.attr in ("min", "max"):
                 return f'extreme_of(row, {index}, "{n.attr}")'
-            self.used.blocks = True
-            return f"tl.load(partials + {self.layout.partials} * blocks + {index})"
+            return f"float_of(tl.load(result(row, {index})))"
         x = n.args[0]
         if n.attr == "sum":
             width = self.natural[0].width
@@ -112,7 +111,6 @@ class Joins(Nodes):
 
     def over_ranks(self, own: Callable[[], None], peer: Callable[[], None]) -> None:
         """A loop over ranks: what the own elements do in it, and a peer's payload."""
-        self.used.sources = True
         self.put("for k in range(ranks):")
         with self.nested():
             self.put("if k == rank:")
@@ -131,8 +129,8 @@ class Joins(Nodes):
         for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
             if s.source:
                 name = stream_name(s)
-                key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
-                self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
+                key = "stream_key(tl.load(row + SHARED), tl.load(origins + peer))"
+                self.put(f"{name}_low, {name}_high = halves(stream_key({key}, {s.number}))")
                 self.put(f"{name}_weyl = weyl(first + {name}_low)")
 
 

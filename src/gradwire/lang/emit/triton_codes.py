@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradwire.lang.emit.triton_numbers import power3
+from gradwire.lang.emit.triton_numbers import bits_of, power3
 from gradwire.lang.emit.triton_prelude import (
     BEFORE,
     KEYS,
@@ -20,7 +20,7 @@ from gradwire.lang.emit.triton_prelude import (
     load8,
     store8,
 )
-from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word, positions_of
+from gradwire.lang.emit.triton_selection import CUT, TAKEN, positions_of
 
 RUN = tl.constexpr(128)  # entries that are packed together
 RUNS = tl.constexpr(16)  # packed at once
@@ -65,9 +65,9 @@ def chosen(row, words, first, many, begin, ties, entries, PIECE: tl.constexpr):
     state = words + tl.load(row + STATE)
     e = begin + tl.arange(0, PIECE)[None, :]
     mask = e < many
-    key = as_word(tl.load(words + tl.load(row + KEYS) + first + e, mask=mask, other=0))
+    key = bits_of(tl.load(words + tl.load(row + KEYS) + first + e, mask=mask, other=0))
     i = tl.load(positions_of(row, words) + first + e, mask=mask, other=0).to(tl.int32)
-    cut = as_word(tl.load(state + CUT))
+    cut = bits_of(tl.load(state + CUT))
     equal = mask & (key == cut)
     tied = equal & (ties + earlier(equal) < tl.load(state + TAKEN))
     hit = (mask & (key > cut)) | tied

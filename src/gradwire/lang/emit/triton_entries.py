@@ -24,7 +24,7 @@ from gradwire.lang.emit.triton_blocks import Joins
 from gradwire.lang.emit.triton_rows import LOADS, STORES
 from gradwire.lang.emit.triton_views import Tensor
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import COUNT_NBYTES
+from gradwire.lang.layout import element_nbytes
 from gradwire.lang.sweeps import Partial, Sink
 
 
@@ -55,7 +55,7 @@ class Kernel(Joins):
 
     def emit_keys(self, name: str) -> str:
         """The kernel that finds the candidates of rows where they are still to be found."""
-        self.put("if tl.load(words + tl.load(row + STATE) + OPEN) != 0:")
+        self.put("if tl.load(row + CLOSED) == 0:")
         with self.nested():
             self.sift()
         return self.text(name)
@@ -87,7 +87,7 @@ class Kernel(Joins):
         tensors, bits = self.natural, self.natural[0].width.bit_length()
         of_word, ones, counts = 32 // bits, (1 << bits) - 1, {}
         self.used.singly = True
-        self.put("floor_ = as_word(tl.load(words + tl.load(row + STATE) + FLOOR))")
+        self.put("floor_ = tl.maximum(tl.load(row + FLOOR), 1).to(tl.uint32)")
         self.put("keys, positions = words + tl.load(row + KEYS), positions_of(row, words)")
         for first in range(0, len(tensors), of_word):
             word = f"word{first}"
@@ -103,21 +103,27 @@ class Kernel(Joins):
             self.put(f"before{first} = tl.cumsum({word}, 1) - {word}")
             self.put(f"sum{first} = tl.sum({word}, 1)[:, None]")
         many = " + ".join(sums for _, sums in counts.values())
-        self.put(f"at = reserve(row, words, block, g, here, {many}, BLOCK)")
+        self.put(f"at, counted = reserve(row, words, block, {self.held}, g, here, {many})")
         for t, (earlier, sums) in counts.items():
-            self.put(f"tl.store(keys + (at + {earlier}), as_int(key{t}), mask=hit{t})")
+            self.put(f"tl.store(keys + (at + {earlier}), int_of(key{t}), mask=hit{t})")
             self.put(f"tl.store(positions + (at + {earlier}), i{t}.to(tl.uint16), mask=hit{t})")
             self.put(f"at += {sums}")
+        self.put("close(row, words, block, counted)")
+
+    @property
+    def held(self) -> str:
+        """The number of blocks of a tile."""
+        return "GROUP" if self.full else "held"
 
     def emit_picks(self, name: str) -> str:
         """The kernel that stores a few keys, from which the floor of candidates is chosen."""
-        self.put(f"if has_picks(row, block, {'GROUP' if self.full else 'held'}, BLOCK):")
+        self.put(f"if has_picks(row, block, {self.held}):")
         self.used.singly = True
         with self.nested():
             for t in self.natural:
                 self.put(f"place, picked = picks(row, block + g, i{t}, BLOCK)")
                 at = "words + tl.load(row + KEYS) + place"
-                self.put(f"tl.store({at}, as_int({self.key(t)}), mask=in{t} & picked)")
+                self.put(f"tl.store({at}, int_of({self.key(t)}), mask=in{t} & picked)")
         return self.text(name)
 
     def key(self, t: Tensor) -> str:
@@ -136,7 +142,7 @@ class Kernel(Joins):
         assert isinstance(rank, ir.Rank)
         stream, self.used.singly = self.stream(rank.stream), True
         for t in self.tensors:
-            key = f"as_int(key_of({self.operand(statistic.args[0], t)}))"
+            key = f"int_of(key_of({self.operand(statistic.args[0], t)}))"
             self.put(
                 f"window, taken = sampled(row, block * {self.layout.block} + o{t}, {stream}_low, "
                 f"{stream}_high, {rank.every})"
@@ -157,7 +163,10 @@ class Kernel(Joins):
     def stores(self) -> None:
         """All stores, after all reads; then patches."""
         written = [
-            (target, t, self.value(n, t)) for t in self.tensors for target, n in self.program.stores
+            (target, t, self.value(n, t))
+            for t in self.tensors
+            for target, n in self.program.stores
+            if (target, t) not in self.settled
         ]
         alone = self.views.shared and not self.sent()
         if written and (self.used.loads or self.patches()) and not alone:
@@ -188,7 +197,6 @@ class Kernel(Joins):
         assert isinstance(selection.attr, ir.FieldRef)
         t, p, slot = self.views.candidates, self.number[selection], self.slot(selection)
         tail = self.tail(self.base(selection), selection.attr.name, f"entries{p}")
-        self.used.blocks = True
         self.put(f"before{p} = words + tl.load(row + BEFORE) + {slot} * (blocks + 1)")
         self.put(f"entries{p} = tl.load(before{p} + blocks)")
         self.put(f"from{p} = tl.load(before{p} + block + g, mask=here, other=0)")
@@ -220,12 +228,10 @@ class Kernel(Joins):
         """
         t = self.views.candidates
         self.prepare()
-        self.used.payload = self.used.blocks = True
         self.put("start, many, ties, begin0, own = segments(row, words, block, g, here, blocks)")
         self.put("next0 = begin0")
-        address = f"payload + {self.place(name)} + block * {COUNT_NBYTES}"
-        align = self.align(name, COUNT_NBYTES)
-        self.put(f"store16({address}, g, own.to(tl.uint32), here, {align})")
+        at, align = self.part(name)
+        self.put(f"store16(payload + {at}, g, own.to(tl.uint32), here, {align})")
         self.put("staged = words + tl.load(row + STAGED)")
         self.put("entries0 = tl.load(words + tl.load(row + BEFORE) + blocks)")
         self.put(f"for piece in range(0, tl.max(many), {t.width}):")
@@ -292,7 +298,8 @@ class Kernel(Joins):
         for f in self.layout.fields:
             if f.flag is not None:
                 n = next(n for name, n in self.program.fields if name == f.name)
-                self.planes("tl.load(row + TAIL)", n, 0, zero=True)
+                nbytes = element_nbytes(n.dtype, self.layout.block)
+                self.planes(f"tl.load(row + TAIL) + block * {nbytes}", n, 0, zero=True)
 
     def kept(self, n: Node) -> None:
         """Pack the codes of blocks whose flag is set, behind those of earlier blocks."""
@@ -349,7 +356,6 @@ class Kernel(Joins):
     def before(self, slot: str) -> str:
         """The number of earlier blocks whose codes are kept."""
         if ("before", slot) not in self.memo:
-            self.used.blocks = True
             at = f"words + tl.load(row + BEFORE) + {slot} * (blocks + 1) + block + g"
             self.memo["before", slot] = f"before{self.suffix}"
             self.put(f"before{self.suffix} = tl.load({at}, mask=here, other=0)")

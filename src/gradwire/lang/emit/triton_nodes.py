@@ -26,7 +26,7 @@ from gradwire.lang.emit.triton_rows import (
 )
 from gradwire.lang.emit.triton_views import Tensor, Views
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes
 from gradwire.lang.sweeps import Partial
 
 TRITON = 1  # the target's place in a rule
@@ -50,10 +50,13 @@ class Nodes:
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
         self.reductions = passes.tensor_reductions(program)
         self.spread = spread(program)
+        self.fixed = triton_rows.fixed(program)
         selects = any(n.dtype == "selection" for n in self.number)
         rotates = any(n.op == "rotate" for n in self.number)
         self.main = 1 if selects or rotates else main_view(layout)
         self.views = Views(layout, full, whole=selects and rotates)
+        self.loads = [n for n in self.number if n.op == "load" and not selects]
+        self.settled: set[tuple[str, Tensor]] = set()  # what has been stored
         self.memo: ChainMap[Any, str] = ChainMap()
         self.lines: list[str] = []
         self.indent = 1
@@ -69,19 +72,15 @@ class Nodes:
         if p.node.attr in ("min", "max"):
             self.put(f'join_extreme(row, {value}, here, {p.index}, "{p.node.attr}")')
             return
-        self.used.blocks = True
-        at = f"partials + {p.index} * blocks + block + g"
+        at = f"workspace + tl.load(row + PARTIALS) + {p.index} * blocks + block + g"
         self.put(f"tl.store({at}, {value}, mask=here)")
 
     def field(self, name: str, n: Node) -> None:
-        at = self.place(name)
-        self.used.payload = True
+        at, align = self.part(name)
+        address = f"payload + {at}"
         if n.scope is Scope.ELEMENT and n.dtype in ir.CODES:
-            stride = element_nbytes(n.dtype, self.layout.block)
-            self.planes(at, n, self.align(name, stride))
+            self.planes(at, n, align)
         elif n.scope is Scope.ELEMENT:
-            stride = ir.BITS[n.dtype] // 8 * self.layout.block
-            address, align = f"payload + {at} + block * {stride}", self.align(name, stride)
             values = {}
             for t in self.tensors:
                 values[t] = self.value(n, t)
@@ -89,23 +88,15 @@ class Nodes:
             for t, value in values.items():
                 self.put(f"{STORES[n.dtype]}({address}, o{t}, {value}, in{t}, {align})")
         else:
-            store, value = STORES.get(n.dtype, "store8"), self.value(n)
-            size = self.layout.fields[self.index(name)].item_nbytes
-            if n.scope is Scope.TENSOR:
-                align = self.align(name, 0)
-                self.put(f"{store}(payload + {at}, 0, {value}, block == 0, {align})")
-            else:
-                address, align = f"payload + {at} + block * {size}", self.align(name, size)
-                self.put(f"{store}({address}, g, {value}, here, {align})")
+            place = "0, {}, block == 0" if n.scope is Scope.TENSOR else "g, {}, here"
+            store = STORES.get(n.dtype, "store8")
+            self.put(f"{store}({address}, {place.format(self.value(n))}, {align})")
 
     def planes(self, at: str, n: Node, align: int, kept: str = "", zero: bool = False) -> None:
         """Pack codes plane by plane, or write zeros in their place.
 
         kept: the place of a block among those whose `flag` is set, if only these are stored.
         """
-        stride = element_nbytes(n.dtype, self.layout.block)
-        self.used.payload = True
-        address = f"payload + {at}" if kept else f"payload + {at} + block * {stride}"
         stores = []  # after all loads, since a compiler does not know what they overwrite
         for plane in planes_of(n.dtype):
             view = self.views.view(plane.cells)
@@ -114,20 +105,29 @@ class Nodes:
                 digits = [] if zero else [plane.digit(self.value(n, t)) for t in piece]
                 if not zero:
                     self.settle(piece)
-                packed = plane.packed(
-                    [f"tl.where(in{t}, {d}, 0)" for t, d in zip(piece, digits, strict=not zero)]
-                )
+                inside = zip(piece, digits, strict=not zero)
+                packed = plane.packed([f"tl.where(in{t}, {d}, 0)" for t, d in inside]) or "0 * g"
                 offset = self.byte_offset(n.dtype, plane, view.byte(number), kept)
-                stores.append(f"{offset}, {packed or '0 * g'}, {within}")
+                stores.append(f"store8(payload + {at}, {offset}, {packed}, {within}, {align})")
+                if self.all_read():
+                    self.put(stores.pop())
         for store in stores:
-            self.put(f"store8({address}, {store}, {align})")
+            self.put(store)
 
     def settle(self, tensors: Iterable[Tensor]) -> None:
         """Compute what will be stored at these elements while their operands are in registers."""
         for t in tensors:
-            if t in self.tensors:
-                for n in self.stored.values():
-                    self.value(n, t)
+            for target, n in self.stored.items() if t in self.tensors else ():
+                value = self.value(n, t)
+                if self.all_read() and (target, t) not in self.settled:
+                    self.settled.add((target, t))
+                    self.store(target, t, value)
+
+    def all_read(self) -> bool:
+        """Whether all elements are in registers, as after a reduction, and no other thread reads
+        them: then what takes their place can be stored at once, lest it take more registers."""
+        every = [(n, t) in self.memo for n in self.loads for t in self.tensors]
+        return bool(self.stored and self.views.shared and every) and all(every)
 
     def byte_offset(self, dtype: str, plane: Plane, j: str, kept: str) -> str:
         """The offset of byte j of a plane from the first block of a tile, or of kept codes."""
@@ -169,7 +169,7 @@ class Nodes:
         n, t = key
         args = n.args[: OPERANDS.get(n.op, 0)]
         tensors: Iterable[Tensor | None] = (t,)
-        if key in self.memo or (n.scope is Scope.TENSOR and n.op == "reduce"):
+        if key in self.memo or n in self.fixed or (n.scope is Scope.TENSOR and n.op == "reduce"):
             return []
         if n.op == "reduce":
             tensors = self.natural if n.attr == "sum" else self.tensors
@@ -186,7 +186,7 @@ class Nodes:
     def compute(self, n: Node, t: Tensor | None) -> None:
         """Emit the computation of a value."""
         name = self.name(n, t)
-        text = getattr(self, f"node_{n.op}")(n, t)
+        text = getattr(self, f"node_{'param' if n in self.fixed else n.op}")(n, t)
         if text is not None:
             self.put(f"{name} = {text}")
         self.memo[of_tensor(n, t)] = name
@@ -216,7 +216,7 @@ class Nodes:
         self.memo, self.indent = self.memo.parents, self.indent - 1
 
     def node_param(self, n: Node, t: Tensor | None) -> str:
-        return f"tl.load(numbers + {n.attr})"
+        return f"tl.load(numbers + {self.fixed.get(n, n.attr)})"
 
     def node_load(self, n: Node, t: Tensor) -> str:
         target = str(n.attr)
@@ -227,29 +227,18 @@ class Nodes:
 
     def node_field(self, n: Node, t: Tensor) -> str:
         assert isinstance(n.attr, ir.FieldRef)
-        base, at = self.base(n), self.place(n.attr.name)
-        f = self.layout.fields[self.index(n.attr.name)]
-        load = LOADS.get(n.dtype, "load8")
-        if n.scope is Scope.TENSOR:
-            return f"{load}({base} + {at}, 0, True, {self.align(f.name, 0)})"
-        if n.scope is Scope.BLOCK:
-            size, align = f.item_nbytes, self.align(f.name, f.item_nbytes)
-            return f"{load}({base} + {at} + block * {size}, g, here, {align})"
-        if n.dtype in ir.CODES:
-            stride = element_nbytes(n.dtype, self.layout.block)
-            address, align = f"{base} + {at} + block * {stride}", self.align(f.name, stride)
+        at, align = self.part(n.attr.name)
+        address = f"{self.base(n)} + {at}"
+        if n.scope is Scope.ELEMENT and n.dtype in ir.CODES:
             return self.unpacked(n, t, address, align)
-        stride = f.item_nbytes * self.layout.block
-        address, align = f"{base} + {at} + block * {stride}", self.align(f.name, stride)
-        return f"{load}({address}, o{t}, in{t}, {align})"
+        places = {Scope.TENSOR: "0, True", Scope.BLOCK: "g, here"}
+        place = places.get(n.scope, f"o{t}, in{t}")
+        return f"{LOADS.get(n.dtype, 'load8')}({address}, {place}, {align})"
 
     def base(self, n: Node) -> str:
         """The payload that a received field belongs to."""
         assert isinstance(n.attr, ir.FieldRef)
-        if n.attr.source:
-            return "source"
-        self.used.payload = True
-        return "payload"
+        return "source" if n.attr.source else "payload"
 
     def unpacked(
         self, n: Node, t: Tensor, address: str, align: int, kept: str = "", flag: str = ""
@@ -337,20 +326,21 @@ class Nodes:
 
     def stream(self, stream: ir.Stream) -> str:
         if not stream.source:  # those are made where peers' payloads are summed
-            self.used.streams.add(stream)
+            at = triton_rows.streams(self.program).index(stream)
+            self.used.streams[stream] = self.layout.partials + at
         return stream_name(stream)
 
-    def place(self, name: str) -> str:
-        """The offset of a field in a payload."""
-        at = self.index(name)
-        self.used.fields = max(self.used.fields, at + 1)
-        return f"at{at}"
-
-    def align(self, name: str, stride: int) -> int:
-        """The known alignment of a tile's part of a field, with `stride` bytes per block."""
-        if not self.full:
-            return 0
-        return triton_rows.alignment(self.layout, stride, self.index(name))
+    def part(self, name: str) -> tuple[str, int]:
+        """The offset in a payload of a tile's part of a field, and its known alignment."""
+        number, block = self.index(name), self.layout.block
+        f = self.layout.fields[number]
+        stride = f.item_nbytes * (block if f.scope is Scope.ELEMENT else f.scope is Scope.BLOCK)
+        if f.scope is Scope.ELEMENT and f.dtype in ir.CODES:
+            stride = element_nbytes(f.dtype, block)
+        if f.capacity is not None:
+            stride = COUNT_NBYTES
+        align = triton_rows.alignment(self.layout, stride, number) if self.full else 0
+        return f"at{number} + block * {stride}", align
 
     def index(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)

@@ -192,19 +192,16 @@ def from_fp8(h):
 
 
 @triton.jit
-def stream(key, NUMBER: tl.constexpr):
-    """The two 32-bit words of a stream."""
-    x = key.to(tl.uint64, bitcast=True) + (NUMBER + 1) * 0x9E3779B97F4A7C15 % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
+def halves(x):
+    """The lower and the upper 32 bits."""
+    x = x.to(tl.uint64, bitcast=True)
     return (x & 0xFFFFFFFF).to(tl.uint32), (x >> 32).to(tl.uint32)
 
 
 @triton.jit
-def origin_key(shared, origin):
-    """The key of a payload, from the shared key of its row and its origin."""
-    x = shared.to(tl.uint64, bitcast=True) + (origin + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+def stream_key(key, number):
+    """The words of a stream as one number, which is also the key of the origin of this number."""
+    x = key.to(tl.uint64, bitcast=True) + tl.cast(number + 1, tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

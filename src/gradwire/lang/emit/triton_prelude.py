@@ -15,7 +15,7 @@ import triton.language as tl
 VALUES = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 PAYLOAD = tl.constexpr(2)
-SOURCE = tl.constexpr(3)
+SOURCES = tl.constexpr(3)
 NUMEL = tl.constexpr(4)
 START = tl.constexpr(5)
 KEY = tl.constexpr(6)
@@ -35,9 +35,15 @@ SIZES = tl.constexpr(19)  # k of up to two order statistics
 FULL_TILES = tl.constexpr(21)  # of all earlier rows; see lang/tiles.py
 OTHER_TILES = tl.constexpr(22)  # of all earlier rows
 FIRST_OTHER = tl.constexpr(23)  # the first tile of the row that is not full
-EXTREMES = tl.constexpr(24)  # offset from the row of the keys of its extremes
-TOTALS = tl.constexpr(25)  # offset in the workspace of sums of payloads
-COLUMNS = tl.constexpr(26)
+TOTALS = tl.constexpr(24)  # offset in the workspace of sums of payloads
+BLOCKS = tl.constexpr(25)  # the row's number of blocks
+BEHIND = tl.constexpr(26)  # offset from the row of its numbers behind the table: see lang/tiles.py
+FOUND = tl.constexpr(27)  # of a selection, 0 at first: see triton_selection.py
+FLOOR = tl.constexpr(28)
+CLOSED = tl.constexpr(29)
+COLUMNS = tl.constexpr(30)
+
+CHUNK = tl.constexpr(2048)  # blocks whose counts one program sums
 
 
 # rows --------------------------------------------------------------------------------------------

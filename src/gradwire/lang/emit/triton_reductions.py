@@ -22,7 +22,7 @@ from gradwire.lang.emit.triton_numbers import (
     negative,
     number,
 )
-from gradwire.lang.emit.triton_prelude import COLUMNS, EXTREMES, NUMEL, PARTIALS
+from gradwire.lang.emit.triton_prelude import BEHIND, BLOCKS, COLUMNS, PARTIALS
 
 
 @triton.jit
@@ -119,44 +119,44 @@ def elements(x, i, mask, GROUP: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def result(row, index):
+    """Where the 32 bits of a reduction of a row are: behind the table, where the host has put 0."""
+    return (row + tl.load(row + BEHIND) + index).to(tl.pointer_type(tl.uint32))
+
+
+@triton.jit
 def join_extreme(row, x, here, INDEX: tl.constexpr, KIND: tl.constexpr):
     """Let numbers of blocks [G, 1] take part in extreme INDEX of their row: the greatest key so
-    far, behind the table, where the host has put 0, less than any key. So no order matters."""
-    word = (row + tl.load(row + EXTREMES) + INDEX).to(tl.pointer_type(tl.uint32))
+    far; 0 is less than any. So no order matters."""
     key = tl.where(here, key_of(negative(x) if KIND == "min" else x), 0)
-    tl.atomic_max(word, tl.max(tl.max(key, 1), 0), sem="relaxed")
+    tl.atomic_max(result(row, INDEX), tl.max(tl.max(key, 1), 0), sem="relaxed")
 
 
 @triton.jit
 def extreme_of(row, INDEX: tl.constexpr, KIND: tl.constexpr):
     """The extreme INDEX of a row: +0 for either zero, NaN if any number is NaN."""
-    word = (row + tl.load(row + EXTREMES) + INDEX).to(tl.pointer_type(tl.uint32))
-    x = from_key(tl.load(word))
+    x = from_key(tl.load(result(row, INDEX)))
     x = negative(x) if KIND == "min" else x
     return tl.where(x == x, x + 0.0, number(NAN))
 
 
 @triton.jit
-def complete(
-    table, workspace, index, done, BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
-    R: tl.constexpr, LOG: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def complete(table, workspace, index, done, R: tl.constexpr, LOG: tl.constexpr, C: tl.constexpr):
     """Sum up a row's partial results from `width` to width / R columns; R = 2^LOG.
 
     Programs (row, C columns, reduction from `index`). `done`: earlier passes. The last pass stores
-    the row's result behind its partial results; another pass would store the same result.
+    the row's result; another pass would store the same result.
     """
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK
+    blocks = tl.load(row + BLOCKS)
     width = blocks * 0 + 1
     while width < blocks:
         width *= 2
     for _ in range(done):
         width = tl.maximum(width // R, 1)
     columns = tl.maximum(width // R, 1)
-    partials = workspace + tl.load(row + PARTIALS)
     index += tl.program_id(2)
-    at = partials + index * blocks
+    at = workspace + tl.load(row + PARTIALS) + index * blocks
     c = (tl.program_id(1) * C + tl.arange(0, C))[:, None]
     r = tl.arange(0, R)[None, :]
     i = c + r * columns
@@ -164,4 +164,4 @@ def complete(
     x = tree_sum(tl.load(at + i, mask=mask, other=0.0), C, R, LOG)
     tl.store(at + c, x, mask=c < tl.minimum(columns, blocks))
     ends = tl.where(columns == 1, tl.minimum(blocks, 1), 0)
-    tl.store(partials + PARTIAL * blocks + index + c, x, mask=c < ends)
+    tl.store(result(row, index) + c, bits_of(x), mask=c < ends)

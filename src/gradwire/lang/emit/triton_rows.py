@@ -93,14 +93,10 @@ def group(layout: Layout) -> int:
 
 @dataclass
 class Used:
-    """What a kernel's first lines must define."""
+    """What a kernel's first lines must define, beyond names that a compiler drops if unused."""
 
-    streams: set[ir.Stream] = field(default_factory=set)
+    streams: dict[ir.Stream, int] = field(default_factory=dict)  # which behind the table
     targets: set[str] = field(default_factory=set)  # values, residual
-    fields: int = 0  # this many first fields of the layout
-    payload: bool = False
-    blocks: bool = False
-    sources: bool = False
     loads: bool = False
     singly: bool = False  # a thread accesses values one by one, lest they change their layout
     totals: bool = False
@@ -146,14 +142,13 @@ def kernel(
     views: the definitions of the views' names.
     """
     lines = _rows(layout, native, full, used)
-    if used.streams or used.sources or views:
-        start = "(tl.load(row + START) + block * BLOCK).to(tl.uint32)"
-        lines.append(f"first = {start} + (g * BLOCK).to(tl.uint32)")
-    for s in sorted(used.streams, key=lambda s: (s.shared, s.number)):
-        key, words = "SHARED" if s.shared else "KEY", f"{stream_name(s)}_low, {stream_name(s)}_high"
+    start = "(tl.load(row + START) + block * BLOCK).to(tl.uint32)"
+    lines.append(f"first = {start} + (g * BLOCK).to(tl.uint32)")
+    for s, at in sorted(used.streams.items(), key=lambda item: item[1]):
+        drawn = stream_name(s)
         lines += [
-            f"{words} = stream(tl.load(row + {key}), {s.number})",
-            f"{stream_name(s)}_weyl = weyl(first + {stream_name(s)}_low)",
+            f"{drawn}_low, {drawn}_high = halves(tl.load(row + tl.load(row + BEHIND) + {at}))",
+            f"{drawn}_weyl = weyl(first + {drawn}_low)",
         ]
     lines += views
     call = arguments(layout)
@@ -185,11 +180,8 @@ def kernel(
 
 def _rows(layout: Layout, native: str, full: bool, used: Used) -> list[str]:
     """The names of a row: its memory, and where its fields begin."""
-    lines = []
-    if used.blocks or used.fields > 1:
-        lines.append("blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK")
-    if used.blocks:
-        lines.append("partials = workspace + tl.load(row + PARTIALS)")
+    names = ("blocks", "payload", "sources")
+    lines = [f"{name} = tl.load(row + {name.upper()})" for name in names]
     for target in sorted(used.targets):
         dtype = native if target == "values" else "fp32"
         nbytes = layout.block * ir.BITS[dtype] // 8
@@ -198,11 +190,7 @@ def _rows(layout: Layout, native: str, full: bool, used: Used) -> list[str]:
         lines.append(f"{target} = aligned({address}, {POINTER[dtype]}, {align})")
     if used.totals:
         lines.append("totals = workspace + tl.load(row + TOTALS) + block * BLOCK")
-    if used.payload:
-        lines.append("payload = tl.load(row + PAYLOAD)")
-    if used.sources:
-        lines.append("sources = tl.load(row + SOURCE)")
-    return lines + _places(layout, used.fields)
+    return lines + _places(layout)
 
 
 def _header(name: str, layout: Layout) -> list[str]:
@@ -219,10 +207,10 @@ def alignment(layout: Layout, nbytes: int, field: int = 0) -> int:
     return math.gcd(_known_alignment(layout, field), group(layout) * nbytes)
 
 
-def _places(layout: Layout, fields: int) -> list[str]:
-    """The offsets in a payload of the first `fields` fields."""
+def _places(layout: Layout) -> list[str]:
+    """The offsets of fields in a payload."""
     lines, size = [], "0"
-    for number, f in enumerate(layout.fields[:fields]):
+    for number, f in enumerate(layout.fields):
         lines.append(f"at{number} = {size}  # {f.name}")
         if f.capacity is not None:
             size = f"at{number} + blocks * {COUNT_NBYTES}"
@@ -286,6 +274,27 @@ def by_halves(x: str, numbers: list[str], first: int = 0) -> str:
     return f"tl.where({x} < {first + half}, {below}, {above})"
 
 
+def streams(program: ir.Function) -> list[ir.Stream]:
+    """The streams of a row: all but those of peers' payloads."""
+    attrs = [n.attr for n in ir.walk(program.roots)]
+    found = {s for a in attrs if isinstance(s := getattr(a, "stream", a), ir.Stream)}
+    return sorted((s for s in found if not s.source), key=lambda s: (s.shared, s.number))
+
+
+def fixed(program: ir.Function) -> dict[ir.Node, int]:
+    """What is computed of the codec's table alone -> its place behind the table in `numbers`."""
+    nodes = list(ir.walk(program.roots))
+    params = {n for n in nodes if n.op == "param" and isinstance(n.attr, int)}
+    known = set(params)
+    for n in nodes:
+        computed = n.op == "alu" and n.dtype == "fp32" and not known.isdisjoint(n.args)
+        if computed and all(a in known or a.op == "const" for a in n.args):
+            known.add(n)
+    read = {a for n in nodes if n not in known for a in n.args}
+    first = max((1 + int(str(n.attr)) for n in params), default=0)
+    return {n: first + i for i, n in enumerate(n for n in nodes if n in (known & read) - params)}
+
+
 # selections --------------------------------------------------------------------------------------
 
 
@@ -332,7 +341,7 @@ def packing(layout: Layout) -> str:
             "    row = find(table, n, steps)",
             "    part, parts = share_of(row, BLOCK, GROUP)",
             "    capacity = tl.load(row + CAPACITY).to(tl.int32)",
-            "    entries = tl.load(words + tl.load(row + BEFORE) + blocks_of(row, BLOCK))",
+            "    entries = tl.load(words + tl.load(row + BEFORE) + tl.load(row + BLOCKS))",
             "    staged = words + tl.load(row + STAGED)",
             "    payload = tl.load(row + PAYLOAD) + tl.load(row + TAIL)",
             *(f"    {line}" for line in lines),

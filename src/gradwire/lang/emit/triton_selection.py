@@ -4,17 +4,19 @@ This file has what happens before the entries of a selection are known; triton_c
 them, triton_codes.py handles them. The k-th largest key is the *cut*; keys above it are selected,
 and of those equal to it the first.
 
-    sample      a sweep over few blocks stores some of their keys
-    begin       from these, a *floor* that somewhat more than k keys should reach
-    sift        a sweep stores the keys that reach the floor, the *candidates*, in a list of the row
-    check       if they are fewer than k, the floor becomes 1, and such rows are sifted again
-    histogram   four times: counts the next byte of the candidates that share the known bytes of the
-                cut, which the previous counts have extended
+    picks       a sweep over few blocks stores some of their keys
+    choose      from these, a *floor* that somewhat more than k keys should reach
+    sift        a sweep stores the keys that reach the floor, the *candidates*, in a list of the
+                row. If they are fewer than k, its last program lowers the floor to 1, and the next
+                sweep sifts the row again; other rows are closed by then
+    histogram   three times: counts the next digit of the candidates that share the known digits of
+                the cut, which the previous counts have extended
 
-So the floor decides how much time a selection takes, but not what it selects. A key of 0 is that of
-an element that may not be selected. Candidates of a block are in order, and next to each other in
-the list; the order of blocks there depends on the order of programs. Nothing that is stored in a
-payload does: all sums are of integers.
+A short row is sifted at once: the host has put 0 for its floor, which is taken for 1. So the floor
+decides how much time a selection takes, but not what it selects. A key of 0 is that of an element
+that may not be selected. Candidates of a block are in order, and next to each other in the list;
+the order of blocks there depends on the order of programs. Nothing that is stored in a payload
+does: all sums are of integers.
 
 Only generated code, triton_counts.py, triton_codes.py and lang/gpu.py import this file.
 """
@@ -26,50 +28,39 @@ import triton.language as tl
 
 from gradwire.lang.emit.triton_numbers import SIGN, bits_of, from_key, uniform, weyl
 from gradwire.lang.emit.triton_prelude import (
+    BLOCKS,
     CAPACITY,
+    CHUNK,
+    CLOSED,
     COLUMNS,
+    FLOOR,
+    FOUND,
     KEYS,
     NUMEL,
-    PARTIALS,
     STATE,
     TIED,
     TILES,
     find,
 )
+from gradwire.lang.emit.triton_reductions import result
 
-BINS = tl.constexpr(256)  # of a histogram of one byte of the keys
+DIGIT = tl.constexpr(11)  # bits that are counted together: a key's 32, and a zero, are three digits
+BINS = tl.constexpr(2048)
 # Words of a row's state
 CUT = tl.constexpr(0)
 TAKEN = tl.constexpr(1)  # the number of selected keys equal to the cut
-FLOOR = tl.constexpr(2)
-FOUND = tl.constexpr(3)  # the number of candidates
-OPEN = tl.constexpr(4)  # whether a sweep is to look for candidates
-KNOWN = tl.constexpr(8)  # before each of four passes: the known bytes of the cut
-RANK = tl.constexpr(12)  # and its rank among the keys that share them
-HISTOGRAM = tl.constexpr(16)  # of each pass
-SUMS = tl.constexpr(1040)  # sums of chunks of blocks
+KNOWN = tl.constexpr(2)  # before each of three passes: the known digits of the cut
+RANK = tl.constexpr(5)  # and its rank among the keys that share them
+HISTOGRAM = tl.constexpr(8)  # of each pass
+SUMS = tl.constexpr(8 + 3 * 2048)  # sums of chunks of blocks
 
+CLEARED = tl.constexpr(1024)  # words that are zeroed at once
 SAMPLED = tl.constexpr(1024)  # blocks of a row's sample, at most
 PICKED = tl.constexpr(16)  # keys that are taken from each, at most
 PRECISION = tl.constexpr(16)  # bits of the floor
 
 
 # keys --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def as_int(word):
-    return word.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def as_word(number):
-    return number.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def blocks_of(row, BLOCK: tl.constexpr):
-    return (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK
 
 
 @triton.jit
@@ -82,9 +73,9 @@ def positions_of(row, words):
 
 
 @triton.jit
-def spacing(row, BLOCK: tl.constexpr):
+def spacing(row):
     """log2 of how many blocks make a window, of which one is sampled."""
-    some = ((blocks_of(row, BLOCK) - 1) // SAMPLED).to(tl.float32)
+    some = ((tl.load(row + BLOCKS) - 1) // SAMPLED).to(tl.float32)
     return tl.maximum((bits_of(some) >> 23).to(tl.int32) - 126, 0)
 
 
@@ -102,9 +93,9 @@ def first_pick(block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def has_picks(row, block, held, BLOCK: tl.constexpr):
+def has_picks(row, block, held):
     """Whether some of these blocks are sampled: in the window of the first, or in the next."""
-    spaced = spacing(row, BLOCK)
+    spaced = spacing(row)
     one, next = sampled_block(block >> spaced, spaced), sampled_block((block >> spaced) + 1, spaced)
     return ((one >= block) & (one < block + held)) | (next < block + held)
 
@@ -114,7 +105,7 @@ def picks(row, block, i, BLOCK: tl.constexpr):
     """(place in the sample, whether it is picked) for elements `i` of blocks."""
     PICK: tl.constexpr = (BLOCK + PICKED - 1) // PICKED
     PICKS: tl.constexpr = (BLOCK + PICK - 1) // PICK
-    spaced = spacing(row, BLOCK)
+    spaced = spacing(row)
     window = block >> spaced
     picked = (block == sampled_block(window, spaced)) & (i % PICK == first_pick(block, BLOCK))
     return window * PICKS + i // PICK, picked
@@ -126,10 +117,10 @@ def floor_of(row, words, BLOCK: tl.constexpr):
     PICK: tl.constexpr = (BLOCK + PICKED - 1) // PICKED
     PICKS: tl.constexpr = (BLOCK + PICK - 1) // PICK
     at, numel = tl.arange(0, SAMPLED * PICKED), tl.load(row + NUMEL)
-    block = sampled_block((at // PICKS).to(tl.int64), spacing(row, BLOCK))
+    block = sampled_block((at // PICKS).to(tl.int64), spacing(row))
     i = at % PICKS * PICK + first_pick(block, BLOCK)
     mask = (i < BLOCK) & (block * BLOCK + i < numel)
-    key = as_word(tl.load(words + tl.load(row + KEYS) + at, mask=mask, other=0))
+    key = bits_of(tl.load(words + tl.load(row + KEYS) + at, mask=mask, other=0))
     share = tl.load(row + CAPACITY).to(tl.float32) / numel.to(tl.float32)
     expected = share * tl.sum(mask.to(tl.int32), 0).to(tl.float32)
     rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)
@@ -141,78 +132,78 @@ def floor_of(row, words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def begin(
-    table, words,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr, SAMPLE: tl.constexpr,
-):  # fmt: skip
-    """Programs (row): the floor, from a SAMPLE or 1, and the state before any candidate is found.
-
-    Not RANKED: all keys are 1 or 0, and the first are selected.
-    """
+def choose(table, words, BLOCK: tl.constexpr):
+    """Programs (row): the floor, from the sample."""
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    state = words + tl.load(row + STATE)
-    clear(state, 2 * (blocks_of(row, BLOCK) // CHUNK + 1) + SUMS)
-    floor = tl.full((), 1, tl.uint32)
-    if SAMPLE:
-        floor = floor_of(row, words, BLOCK)
-    tl.store(state + FLOOR, as_int(floor))
-    tl.store(state + FOUND, 0)
-    tl.store(state + OPEN, 1)
-    if not RANKED:
-        tl.store(state + CUT, 1)
-        tl.store(state + TAKEN, tl.load(row + CAPACITY).to(tl.int32))
-
-
-@triton.jit
-def check(table, words):
-    """Programs (row): whether to look for candidates again."""
-    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    state = words + tl.load(row + STATE)
-    few = tl.load(state + FOUND) < tl.load(row + CAPACITY)
-    few = few & (as_word(tl.load(state + FLOOR)) > 1)
-    tl.store(state + OPEN, few.to(tl.int32))
-    tl.store(state + FLOOR, 1, mask=few)
-    tl.store(state + FOUND, 0, mask=few)
+    tl.store(row + FLOOR, floor_of(row, words, BLOCK).to(tl.int64))
 
 
 # candidates --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def reserve(row, words, block, g, here, many, BLOCK: tl.constexpr):
-    """Room for candidates, `many` [G, 1] of every block: the place of each block's first."""
-    found = words + tl.load(row + STATE) + FOUND
-    first = tl.atomic_add(found, tl.sum(tl.sum(many, 1), 0), sem="relaxed")
-    first += tl.cumsum(many, 0) - many
+def reserve(row, words, block, held, g, here, many):
+    """Room for candidates, `many` [G, 1] of every block: the place of each block's first.
+
+    Then a count of the candidates found so far and, from 2^32 on, of the blocks. So the last
+    program knows both of the whole row, in whatever order programs run.
+    """
+    own = tl.sum(tl.sum(many, 1), 0) + (tl.full((), 1, tl.int64) << 32) * held
+    earlier = tl.atomic_add(row + FOUND, own, sem="relaxed")
+    first = (earlier & 0xFFFFFFFF).to(tl.int32) + tl.cumsum(many, 0) - many
     segments = words + tl.load(row + TIED) + block + g
-    blocks = blocks_of(row, BLOCK)
+    blocks = tl.load(row + BLOCKS)
     tl.store(segments + blocks, first, mask=here)
     tl.store(segments + 2 * blocks, many, mask=here)
-    return first
+    return first, earlier + own
+
+
+@triton.jit
+def close(row, words, block, counted):
+    """The last program of a row closes it, or lets the next sweep sift it again, without a floor.
+
+    The first one zeros what is counted next.
+    """
+    blocks = tl.load(row + BLOCKS)
+    if counted >> 32 == blocks:
+        found = counted & 0xFFFFFFFF
+        again = (found < tl.load(row + CAPACITY)) & (tl.load(row + FLOOR) > 1)
+        tl.store(row + FOUND, tl.where(again, 0, found))
+        tl.store(row + FLOOR, 1, mask=again)
+        tl.store(row + CLOSED, 1, mask=~again)
+    if block == 0:
+        clear(words + tl.load(row + STATE), 2 * (blocks // CHUNK + 1) + SUMS)
 
 
 @triton.jit
 def clear(state, end):
     """Zero the histograms and what follows, up to word `end`."""
-    for first in range(HISTOGRAM, end, 4 * BINS):
-        i = first + tl.arange(0, 4 * BINS)
+    for first in range(HISTOGRAM, end, CLEARED):
+        i = first + tl.arange(0, CLEARED)
         tl.store(state + i, (i * 0).to(tl.int32), mask=i < end)
 
 
 @triton.jit
 def extend(state, number, k):
-    """(the first `number` bytes of the k-th largest key, its rank among the keys with these)."""
-    known, rank = tl.full((), 0, tl.uint32), k.to(tl.int32)
+    """(the first `number` digits of the k-th largest key, its rank among the keys with these)."""
+    known, rank = tl.full((), 0, tl.uint64), k.to(tl.int32)
     if number > 0:
         bins = tl.arange(0, BINS)
         counts = tl.load(state + HISTOGRAM + (number - 1) * BINS + bins)
-        known = as_word(tl.load(state + KNOWN + number - 1))
+        known = tl.load(state + KNOWN + number - 1).to(tl.uint64)
         rank = tl.load(state + RANK + number - 1)
-        least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # with this byte or a larger one
-        byte = tl.maximum(tl.sum((least >= rank).to(tl.int32), 0) - 1, 0)  # 0: fewer keys than k
-        rank -= tl.sum(tl.where(bins == byte + 1, least, 0), 0)
-        known = (known << 8) | as_word(byte)
+        least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # with this digit or a larger one
+        digit = tl.maximum(tl.sum((least >= rank).to(tl.int32), 0) - 1, 0)  # 0: fewer keys than k
+        rank -= tl.sum(tl.where(bins == digit + 1, least, 0), 0)
+        known = (known << DIGIT) | digit.to(tl.uint64)
     return known, rank
+
+
+@triton.jit
+def largest(state, k):
+    """(the k-th largest key, its rank among the keys equal to it)."""
+    known, rank = extend(state, 3, k)
+    return (known >> 1).to(tl.uint32), rank
 
 
 @triton.jit(do_not_specialize=["n", "steps", "number", "column"])
@@ -220,7 +211,7 @@ def histogram(
     table, n, steps, words, number, column,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Count byte `number`, from the highest, of the candidates whose higher bytes are the cut's.
+    """Count digit `number`, from the highest, of candidates whose higher digits are the cut's.
 
     k is in the row's `column`. A program has SIZE of them, a power of two, at least BLOCK * GROUP.
     EVERY: the keys are those of an order statistic, one per this many values; 0: candidates.
@@ -231,19 +222,18 @@ def histogram(
     if EVERY > 0:
         keys = ((tl.load(row + NUMEL) + EVERY - 1) // EVERY).to(tl.int32)
     else:
-        keys = tl.load(state + FOUND)
+        keys = tl.load(row + FOUND).to(tl.int32)
     if (part == 0) | (part * SIZE < keys):
         known, rank = extend(state, number, tl.load(row + column))
         if part == 0:
-            tl.store(state + KNOWN + number, as_int(known))
+            tl.store(state + KNOWN + number, known.to(tl.int32))
             tl.store(state + RANK + number, rank)
         i = part * SIZE + tl.arange(0, SIZE)
-        key = as_word(tl.load(words + tl.load(row + KEYS) + i, mask=i < keys, other=0))
-        shift = 24 - 8 * number
-        mask = (i < keys) & ((key.to(tl.uint64) >> (shift + 8)) == known.to(tl.uint64))
-        byte = tl.where(mask, as_int((key >> shift) & 0xFF), 0)
+        key = bits_of(tl.load(words + tl.load(row + KEYS) + i, mask=i < keys, other=0))
+        digits = key.to(tl.uint64) << 1 >> (DIGIT * (2 - number))  # up to the one that is counted
+        mask = (i < keys) & (digits >> DIGIT == known)
         bins = tl.arange(0, BINS)
-        counts = tl.histogram(byte, BINS)
+        counts = tl.histogram(tl.where(mask, (digits % BINS).to(tl.int32), 0), BINS)
         counts = tl.where(bins == 0, counts - tl.sum((~mask).to(tl.int32), 0), counts)
         at = state + HISTOGRAM + number * BINS + bins
         tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")
@@ -262,10 +252,8 @@ def sampled(row, element, low, high, EVERY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["column", "index"])
-def statistic(table, words, workspace, column, index, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+def statistic(table, words, column, index):
     """Programs (row): store the k-th largest of a sample as reduction `index` of the row."""
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    state, blocks = words + tl.load(row + STATE), blocks_of(row, BLOCK)
-    key, _ = extend(state, 4, tl.load(row + column))
-    at = workspace + tl.load(row + PARTIALS) + PARTIAL * blocks + index
-    tl.store(at, from_key(key), mask=blocks > 0)
+    key, _ = largest(words + tl.load(row + STATE), tl.load(row + column))
+    tl.store(result(row, index), bits_of(from_key(key)))
