@@ -99,11 +99,12 @@ def over_ways(w: Writer, loop: Loop, prefetched: tuple[str, ...]) -> None:
     """A whole block's first halvings of `tree_sum`, in registers: x[i] to x[i + 3 BLOCK / 4]
     become one. Memory is asked for a few lines at a time: more at once stall."""
     sums = [sink.node for sink in loop.sinks]
-    w.put(f"for (int from = 0; from < BLOCK; from += {16 * WAYS}) {{")
+    part = 16 * WAYS if prefetched else "BLOCK"
+    w.put(f"for (int from = 0; from < BLOCK; from += {part}) {{")
     for address in prefetched:
-        w.put(f"  PREFETCH({address} + from, {16 * WAYS});")
+        w.put(f"  PREFETCH({address} + from, {part});")
     w.lines.append("#pragma omp simd")
-    with w.braces(f"for (int h = from / {WAYS}; h < from / {WAYS} + 16; h++)", "}}"):
+    with w.braces(f"for (int h = from / {WAYS}; h < (from + {part}) / {WAYS}; h++)", "}}"):
         for n in sums:
             w.put(f"float {', '.join(f'v{w.number[n]}_{k}' for k in range(WAYS))};")
         for k in range(WAYS):
