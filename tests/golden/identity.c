@@ -293,7 +293,8 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
           const float n0 = values[i];
           a2_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
 #pragma omp simd
@@ -310,7 +311,7 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
     const float *restrict a2 = a2_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
 #pragma omp simd
     for (int i = 0; i < m; i++) {
       const float n4 = a2[i] * factor;
@@ -379,7 +380,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           const float n0 = values[i];
           a2_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
 #pragma omp simd
@@ -396,7 +398,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     const float *restrict a2 = a2_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
     f32 *restrict p5 = (f32 *)(payload + place->at[0] + b * 4096);
 #pragma omp simd
     for (int i = 0; i < m; i++) {
@@ -470,7 +472,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           const float n2 = n0 + n1;
           a4_[g][i] += n2;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
 #pragma omp simd

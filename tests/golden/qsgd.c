@@ -111,7 +111,7 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     const float n19 = s19_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP + GROUP / 4) * BLOCK, m);
     uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
     memset(c23 + m, 0, 8 * sizeof *c23);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
@@ -124,8 +124,8 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
         const float n12 = n0 * 0.5f;
         const float n13 = n12 - n7;
         const float n20 = n13 * n19;
-        const float n21 = uniform(stream0, stream0_weyl);
-        const float n22 = plus_uniform(n20, stream0, stream0_weyl);
+        const float n21 = uniform(drawn(stream0, stream0_weyl));
+        const float n22 = plus_uniform(n20, drawn(stream0, stream0_weyl));
         const int32_t n23 = to_code(n22, limit0, limit1);
         CODE(c23, part23) = n23;
         stream0_weyl += WEYL;
@@ -286,15 +286,23 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     const float n8 = s8_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(residual + (GROUP + GROUP / 4) * BLOCK, m);
+    PREFETCH(values + (GROUP + GROUP / 4) * BLOCK, m);
+    float a23[BLOCK] __attribute__((aligned(64)));
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
+    for (int i = 0; i < m; i++) {
+      const float n23 = uniform(drawn(stream0, stream0_weyl));
+      a23[i] = drawn(stream0, stream0_weyl);
+      stream0_weyl += WEYL;
+    }
     uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
     memset(c25 + m, 0, 8 * sizeof *c25);
-    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    int32_t a25[BLOCK] __attribute__((aligned(64)));
     for (int from = 0; from < m; from += STEP) {
       const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
       Code part25[PART] __attribute__((aligned(64)));
-#pragma omp simd linear(stream0_weyl : WEYL)
+#pragma omp simd
       for (int i = from; i < to; i++) {
         const float n0 = values[i];
         const float n1 = residual[i];
@@ -302,24 +310,29 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
         const float n14 = n2 * 0.5f;
         const float n15 = n14 - n9;
         const float n22 = n15 * n21;
-        const float n23 = uniform(stream0, stream0_weyl);
-        const float n24 = plus_uniform(n22, stream0, stream0_weyl);
+        const float n24 = plus_uniform(n22, a23[i]);
         const int32_t n25 = to_uint(n24, limit0, limit1);
-        const float n26 = (float)n25;
-        const float n27 = n17 * n26;
-        const float n28 = n8 + n27;
-        const float n29 = n28 + n27;
-        const float n30 = n2 - n29;
-        const int n31 = is_finite(n30);
-        const float n32 = n31 ? n30 : n1;
         CODE(c25, part25) = n25;
-        residual[i] = n32;
-        stream0_weyl += WEYL;
+        a25[i] = n25;
       }
       NARROW(c25, part25);
     }
     uint8_t *out25 = payload + place->at[2] + b * 64;
     out25 = pack(out25, c25, m, 4, 0, 4);
+#pragma omp simd
+    for (int i = 0; i < m; i++) {
+      const float n0 = values[i];
+      const float n1 = residual[i];
+      const float n2 = n0 + n1;
+      const float n26 = (float)a25[i];
+      const float n27 = n17 * n26;
+      const float n28 = n8 + n27;
+      const float n29 = n28 + n27;
+      const float n30 = n2 - n29;
+      const int n31 = is_finite(n30);
+      const float n32 = n31 ? n30 : n1;
+      residual[i] = n32;
+    }
   }
   u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd
@@ -585,7 +598,8 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
           const float n0 = values[i];
           a10_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
@@ -613,7 +627,7 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
     const float *restrict a10 = a10_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
 #pragma omp simd
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
@@ -685,7 +699,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           const float n0 = values[i];
           a10_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
@@ -788,35 +803,45 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     const float *restrict a10 = a10_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
+    float a33[BLOCK] __attribute__((aligned(64)));
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
+    for (int i = 0; i < m; i++) {
+      const float n33 = uniform(drawn(stream0, stream0_weyl));
+      a33[i] = drawn(stream0, stream0_weyl);
+      stream0_weyl += WEYL;
+    }
     uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
     memset(c35 + m, 0, 8 * sizeof *c35);
-    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    int32_t a35[BLOCK] __attribute__((aligned(64)));
     for (int from = 0; from < m; from += STEP) {
       const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
       Code part35[PART] __attribute__((aligned(64)));
-#pragma omp simd linear(stream0_weyl : WEYL)
+#pragma omp simd
       for (int i = from; i < to; i++) {
         const float n12 = a10[i] * factor;
         const float n24 = n12 * 0.5f;
         const float n25 = n24 - n19;
         const float n32 = n25 * n31;
-        const float n33 = uniform(stream0, stream0_weyl);
-        const float n34 = plus_uniform(n32, stream0, stream0_weyl);
+        const float n34 = plus_uniform(n32, a33[i]);
         const int32_t n35 = to_uint(n34, limit0, limit1);
-        const float n36 = (float)n35;
-        const float n37 = n27 * n36;
-        const float n38 = n18 + n37;
-        const float n39 = n38 + n37;
-        const float n40 = to_fp32(n39);
         CODE(c35, part35) = n35;
-        values[i] = n40;
-        stream0_weyl += WEYL;
+        a35[i] = n35;
       }
       NARROW(c35, part35);
     }
     uint8_t *out35 = payload + place->at[2] + b * 64;
     out35 = pack(out35, c35, m, 4, 0, 4);
+#pragma omp simd
+    for (int i = 0; i < m; i++) {
+      const float n36 = (float)a35[i];
+      const float n37 = n27 * n36;
+      const float n38 = n18 + n37;
+      const float n39 = n38 + n37;
+      const float n40 = to_fp32(n39);
+      values[i] = n40;
+    }
   }
   u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd
@@ -900,7 +925,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           const float n2 = n0 + n1;
           a12_[g][i] += n2;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const uint32_t n3 = ((const u16 *)(source + place->at[0]))[b];
@@ -1003,42 +1029,53 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     const float *restrict a12 = a12_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(residual + (GROUP) * BLOCK, m);
+    PREFETCH(values + (GROUP) * BLOCK, m);
+    float a35[BLOCK] __attribute__((aligned(64)));
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
+    for (int i = 0; i < m; i++) {
+      const float n35 = uniform(drawn(stream0, stream0_weyl));
+      a35[i] = drawn(stream0, stream0_weyl);
+      stream0_weyl += WEYL;
+    }
     uint8_t c37[BLOCK + 8] __attribute__((aligned(64)));
     memset(c37 + m, 0, 8 * sizeof *c37);
-    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    int32_t a37[BLOCK] __attribute__((aligned(64)));
     for (int from = 0; from < m; from += STEP) {
       const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
       Code part37[PART] __attribute__((aligned(64)));
-#pragma omp simd linear(stream0_weyl : WEYL)
+#pragma omp simd
       for (int i = from; i < to; i++) {
         const float n14 = a12[i] * factor;
         const float n26 = n14 * 0.5f;
         const float n27 = n26 - n21;
         const float n34 = n27 * n33;
-        const float n35 = uniform(stream0, stream0_weyl);
-        const float n36 = plus_uniform(n34, stream0, stream0_weyl);
+        const float n36 = plus_uniform(n34, a35[i]);
         const int32_t n37 = to_uint(n36, limit0, limit1);
-        const float n38 = (float)n37;
-        const float n39 = n29 * n38;
-        const float n40 = n20 + n39;
-        const float n41 = n40 + n39;
-        const float n42 = to_fp32(n41);
-        const float n43 = n14 - n41;
-        const float n44 = n43 / factor;
-        const int n45 = is_finite(n44);
-        const float n1 = residual[i];
-        const float n46 = n45 ? n44 : n1;
         CODE(c37, part37) = n37;
-        values[i] = n42;
-        residual[i] = n46;
-        stream0_weyl += WEYL;
+        a37[i] = n37;
       }
       NARROW(c37, part37);
     }
     uint8_t *out37 = payload + place->at[2] + b * 64;
     out37 = pack(out37, c37, m, 4, 0, 4);
+#pragma omp simd
+    for (int i = 0; i < m; i++) {
+      const float n38 = (float)a37[i];
+      const float n39 = n29 * n38;
+      const float n40 = n20 + n39;
+      const float n41 = n40 + n39;
+      const float n42 = to_fp32(n41);
+      const float n14 = a12[i] * factor;
+      const float n43 = n14 - n41;
+      const float n44 = n43 / factor;
+      const int n45 = is_finite(n44);
+      const float n1 = residual[i];
+      const float n46 = n45 ? n44 : n1;
+      values[i] = n42;
+      residual[i] = n46;
+    }
   }
   u16 *restrict at0 = (u16 *)(payload + place->at[0]) + b0;
 #pragma omp simd

@@ -161,8 +161,8 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
         const float n13 = n0 * 0.5f;
         const float n14 = n13 - n8;
         const float n20 = n14 * n19;
-        const float n21 = uniform(stream0, stream0_weyl);
-        const float n22 = plus_uniform(n20, stream0, stream0_weyl);
+        const float n21 = uniform(drawn(stream0, stream0_weyl));
+        const float n22 = plus_uniform(n20, drawn(stream0, stream0_weyl));
         const int32_t n23 = to_code(n22, limit0, limit1);
         CODE(c23, part23) = n23;
         stream0_weyl += WEYL;
@@ -351,8 +351,8 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
         const float n15 = n2 * 0.5f;
         const float n16 = n15 - n10;
         const float n22 = n16 * n21;
-        const float n23 = uniform(stream0, stream0_weyl);
-        const float n24 = plus_uniform(n22, stream0, stream0_weyl);
+        const float n23 = uniform(drawn(stream0, stream0_weyl));
+        const float n24 = plus_uniform(n22, drawn(stream0, stream0_weyl));
         const int32_t n25 = to_uint(n24, limit0, limit1);
         const float n26 = (float)n25;
         const float n27 = n14 * n26;
@@ -591,7 +591,8 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
           const float n0 = values[i];
           a8_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
@@ -617,7 +618,7 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
     const float *restrict a8 = a8_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
 #pragma omp simd
     for (int i = 0; i < m; i++) {
       const float n10 = a8[i] * factor;
@@ -689,7 +690,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           const float n0 = values[i];
           a8_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
@@ -718,7 +720,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     const float *restrict a8 = a8_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
     int32_t least10 = INT32_MAX;
     int32_t most10 = INT32_MIN;
     uint32_t top10 = 0;
@@ -824,7 +826,8 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
           const float n0 = values[i];
           a8_[g][i] += n0;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
@@ -850,35 +853,45 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
     const float *restrict a8 = a8_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+    PREFETCH(values + (GROUP) * BLOCK, m);
+    float a31[BLOCK] __attribute__((aligned(64)));
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
+    for (int i = 0; i < m; i++) {
+      const float n31 = uniform(drawn(stream0, stream0_weyl));
+      a31[i] = drawn(stream0, stream0_weyl);
+      stream0_weyl += WEYL;
+    }
     uint8_t c33[BLOCK + 8] __attribute__((aligned(64)));
     memset(c33 + m, 0, 8 * sizeof *c33);
-    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+    int32_t a33[BLOCK] __attribute__((aligned(64)));
     for (int from = 0; from < m; from += STEP) {
       const int to = m == BLOCK || m - from > STEP ? from + STEP : m;
       Code part33[PART] __attribute__((aligned(64)));
-#pragma omp simd linear(stream0_weyl : WEYL)
+#pragma omp simd
       for (int i = from; i < to; i++) {
         const float n10 = a8[i] * factor;
         const float n23 = n10 * 0.5f;
         const float n24 = n23 - n18;
         const float n30 = n24 * n29;
-        const float n31 = uniform(stream0, stream0_weyl);
-        const float n32 = plus_uniform(n30, stream0, stream0_weyl);
+        const float n32 = plus_uniform(n30, a31[i]);
         const int32_t n33 = to_uint(n32, limit0, limit1);
-        const float n34 = (float)n33;
-        const float n35 = n22 * n34;
-        const float n36 = n13 + n35;
-        const float n37 = n36 + n35;
-        const float n38 = to_fp32(n37);
         CODE(c33, part33) = n33;
-        values[i] = n38;
-        stream0_weyl += WEYL;
+        a33[i] = n33;
       }
       NARROW(c33, part33);
     }
     uint8_t *out33 = payload + place->at[2] + b * 256;
     out33 = pack(out33, c33, m, 2, 0, 2);
+#pragma omp simd
+    for (int i = 0; i < m; i++) {
+      const float n34 = (float)a33[i];
+      const float n35 = n22 * n34;
+      const float n36 = n13 + n35;
+      const float n37 = n36 + n35;
+      const float n38 = to_fp32(n37);
+      values[i] = n38;
+    }
   }
   if (b0 == 0) *(f32 *)(payload + place->at[0]) = (f32)n13;
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n22;
@@ -953,7 +966,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           const float n2 = n0 + n1;
           a10_[g][i] += n2;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
@@ -1087,7 +1101,8 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
           const float n2 = n0 + n1;
           a10_[g][i] += n2;
         }
-      } else {
+      }
+      else {
         const int own_before = 0 <= call->rank && call->rank < k;
         const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
@@ -1125,8 +1140,8 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
         const float n25 = n12 * 0.5f;
         const float n26 = n25 - n20;
         const float n32 = n26 * n31;
-        const float n33 = uniform(stream0, stream0_weyl);
-        const float n34 = plus_uniform(n32, stream0, stream0_weyl);
+        const float n33 = uniform(drawn(stream0, stream0_weyl));
+        const float n34 = plus_uniform(n32, drawn(stream0, stream0_weyl));
         const int32_t n35 = to_uint(n34, limit0, limit1);
         const float n36 = (float)n35;
         const float n37 = n24 * n36;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gradwire.lang import forms, ir, passes
@@ -35,19 +36,10 @@ LOWRANK = {
 }
 
 
-def prelude() -> str:
-    """The text at the beginning of every generated file."""
-    return c_rows.text("prelude.h")
-
-
-def series() -> str:
-    """The source of the function that runs several forms in one call."""
-    return c_rows.text("series.c")
-
-
-def lowrank() -> str:
-    """The source of PowerSGD's arithmetic."""
-    return c_rows.text("lowrank.c")
+# The beginning of every generated file, what runs several forms in one call, PowerSGD's arithmetic.
+prelude = partial(c_rows.text, "prelude.h")
+series = partial(c_rows.text, "series.c")
+lowrank = partial(c_rows.text, "lowrank.c")
 
 
 def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
@@ -88,11 +80,7 @@ def _sweep(
     sweep: Sweep,
 ) -> list[str]:
     """The functions of one sweep."""
-    form = program.form
-
-    def group() -> GroupRows:
-        return GroupRows(program, layout, native, drawn)
-
+    form, group = program.form, partial(GroupRows, program, layout, native, drawn)
     parts = [rank_function(group(), index, node) for index, node in sweep.ranks]
     if sweep.steps:
         parts += [group().emit(number, sweep), c_rows.rest(form, number)]

@@ -42,7 +42,7 @@ class Blocks(Writer):
     """
 
     prefetching: Loop | None = None
-    prefetched: tuple[str, ...] = ()
+    prefetched: tuple[str, ...] = ()  # addresses in the next group
 
     def emit(self, number: int, sweep: Sweep) -> str:
         with self.braces(
@@ -67,7 +67,9 @@ class Blocks(Writer):
         if (len(loops) > 1 or skips) and c_rows.group(self.layout, sweep) > 1:
             self.prefetching = loops[-1]
             loads = {str(n.attr) for loop in loops for n in loop.nodes if n.op == "load"}
-            self.prefetched = tuple(sorted(loads))
+            # A group's last blocks are read soon after its first, unless a fold lies between.
+            late = "" if any(isinstance(s, Fold) for s in sweep.steps) else " + GROUP / 4"
+            self.prefetched = tuple(f"{load} + (GROUP{late}) * BLOCK" for load in sorted(loads))
 
     @contextmanager
     def over_blocks(self, reads: Iterable[Node] = (), vector: bool = False) -> Iterator[None]:
@@ -132,23 +134,23 @@ class Blocks(Writer):
             self.streamed_memory()
         elif touches or any(s.kind == "store" for s in loop.sinks):
             self.memory(" + b * BLOCK")
-        if loop is self.prefetching:
-            for target in self.prefetched:
-                self.put(f"prefetch({target} + GROUP * BLOCK, m * sizeof *{target});")
+        alone, asked = c_loops.sums_alone(self, loop), loop is self.prefetching
+        for address in self.prefetched if asked and not alone else ():
+            self.put(f"PREFETCH({address}, m);")
         flag = self.guard(loop)
         with nullcontext() if flag is None else self.braces(f"if ({self.name(flag)})"):
-            c_loops.advance(sinks)
-            if c_loops.sums_alone(self, loop):
-                self.put(f"const int left = m == BLOCK ? BLOCK / {c_loops.WAYS} : m;")
-                with self.braces("if (m == BLOCK)", "} else {"):
-                    c_loops.over_ways(self, loop)
-                self.indent += 1
-                c_loops.over_elements(self, loop, sinks)
-                self.indent -= 1
-                self.put("}")
-            else:
-                c_loops.over_elements(self, loop, sinks)
-            c_loops.advance(sinks)
+            rules = dict(zip(loop.sinks, sinks, strict=True))
+            for piece in c_loops.pieces(loop) if asked else [loop]:
+                self.loop = piece
+                parts = [rules.get(s) or self.sink_pass(s) for s in piece.sinks]
+                c_loops.advance(parts)
+                if alone:
+                    self.put(f"const int left = m == BLOCK ? BLOCK / {c_loops.WAYS} : m;")
+                    with self.braces("if (m == BLOCK)"):
+                        c_loops.over_ways(self, loop, self.prefetched if asked else ())
+                with self.braces("if (m != BLOCK)") if alone else nullcontext():
+                    c_loops.over_elements(self, piece, parts)
+                c_loops.advance(parts)
         if fresh:
             self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
@@ -219,12 +221,10 @@ class Blocks(Writer):
             self.folding = True
             self.put(f"for (int i = 0; i < m; i++) a{i}_[g][i] = -0.0f;")
             with self.braces("for (int k = 0; k < call->ranks; k++)"):
-                with self.braces("if (k == call->rank)", "} else {"):
+                with self.braces("if (k == call->rank)"):
                     self.loop_body(step.own, self.declared(step.own))
-                self.indent += 1
-                self.peer(step)
-                self.indent -= 1
-                self.put("}")
+                with self.braces("else"):
+                    self.peer(step)
             self.folding = False
 
     def peer(self, step: Fold) -> None:
@@ -297,6 +297,14 @@ class Blocks(Writer):
         yield
         yield
         self.put(f"a{i}_[g][i] = {self.name(n)};")
+
+    def sink_pass(self, sink: Sink) -> Iterator[None]:
+        """What a piece of a loop passes on: not a code's byte, which later pieces would widen."""
+        n, i = sink.node, self.number[sink.node]
+        self.put(f"{register(n)} a{i}[BLOCK] __attribute__((aligned(64)));")
+        yield
+        self.put(f"a{i}[i] = {self.drawn(n) if n.op == 'random' else self.name(n)};")
+        yield
 
     def sink_field(self, sink: Sink) -> Iterator[None]:
         n, i = sink.node, self.number[sink.node]

@@ -33,8 +33,7 @@ class GroupRows(Blocks):
                     self.put("const int64_t e = staging->count++;")
                     self.put("column(staging, 0)[e] = (uint32_t)(b * BLOCK + i);")
                     self.put("column(staging, 1)[e] = keys[i];")
-                    for n in step.loop.nodes:
-                        self.define(n)
+                    self.define(*step.loop.nodes)
                     for sink in step.loop.sinks:
                         at = 2 + self.gathered.index(sink.node)
                         value = self.name(sink.element)
@@ -61,8 +60,7 @@ class GroupRows(Blocks):
                 self.put(f"const int i = (int)code_at({positions}, e, cursor->entries, {bits});")
                 self.put("if (i <= before || i >= m) { fail(call, place->row); break; }")
                 self.put("before = i;")
-                for n in step.loop.nodes:
-                    self.define(n)
+                self.define(*step.loop.nodes)
                 for sink in step.loop.sinks:
                     self.write(sink)
             self.put("cursor->next += count;")
@@ -87,8 +85,7 @@ class GroupRows(Blocks):
         ):
             self.arguments()
             self.memory("")
-            for n in scalars.nodes:
-                self.define(n)
+            self.define(*scalars.nodes)
             with self.sparsely(loop):
                 self.run_body(loop)
         return "\n".join([*self.lines, ""])
@@ -106,8 +103,7 @@ class GroupRows(Blocks):
                 self.put(f"{MEMORY[dtype]} *restrict out{at} = ({MEMORY[dtype]} *)({start});")
         with self.braces("for (int e = 0; e < m; e++)"):
             self.put("const int64_t i = run->index[e];")
-            for n in loop.nodes:
-                self.define(n)
+            self.define(*loop.nodes)
             for sink in loop.sinks:
                 dtype = sink.node.dtype
                 if sink not in fields:
@@ -172,7 +168,7 @@ class GroupRows(Blocks):
     def window(self, rank: ir.Rank) -> None:
         """Compute `at`, the element that represents window `w`."""
         name = f"place->streams[{self.streams.index(rank.stream)}]"
-        self.put(f"const float u = uniform({name}, ((uint32_t)w + {name}.low) * WEYL);")
+        self.put(f"const float u = uniform(drawn({name}, ((uint32_t)w + {name}.low) * WEYL));")
         self.put(f"int64_t at = w * {rank.every} + (int64_t)(u * {rank.every}.0f);")
         self.put("at = at < place->row->numel ? at : place->row->numel - 1;")
 
@@ -184,16 +180,14 @@ class GroupRows(Blocks):
         self.arguments()
         self.memory("")
         self.put("const uint32_t first = (uint32_t)place->row->start;")
-        for n in scalars.nodes:
-            self.define(n)
+        self.define(*scalars.nodes)
         with self.braces("for (int64_t w = 0; w < windows; w++)"):
             if rank is not None:
                 self.window(rank)
             at = "sampled_at(place, w, every)" if rank is None else "at"
             self.put(f"const int64_t i = {at};")
             with self.sparsely(Loop(nodes, ())):
-                for n in nodes:
-                    self.define(n)
+                self.define(*nodes)
                 self.put(f"{samples}[w] = {self.key(elements)};")
 
     def emit_floor(self, selection: Node) -> str:

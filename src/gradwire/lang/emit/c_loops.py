@@ -9,7 +9,8 @@ from gradwire.lang import ir
 from gradwire.lang.emit import stream_name
 from gradwire.lang.emit.c_nodes import EXTREMES, Writer
 from gradwire.lang.ir import Node
-from gradwire.lang.sweeps import Loop
+from gradwire.lang.passes import fill_loops
+from gradwire.lang.sweeps import Loop, Sink
 
 WAYS = 4  # parts of a block that are summed up side by side
 
@@ -35,8 +36,7 @@ def over_elements(w: Writer, loop: Loop, sinks: list[Iterator[None]]) -> None:
     with parts_of(w, loop, whole="reduction" in clauses) as (begin, end):
         w.lines.append(f"#pragma omp simd{clauses}")
         with w.braces(f"for (int i = {begin}; i < {end}; i++)"):
-            for n in loop.nodes:
-                w.define(n)
+            w.define(*loop.nodes)
             for kind, x in extrema:
                 if kind != "least" or x not in rare:
                     extend(w, kind, x)
@@ -47,11 +47,20 @@ def over_elements(w: Writer, loop: Loop, sinks: list[Iterator[None]]) -> None:
         with w.braces(f"if (has_one_sign(most{i}, top{i}))"):
             w.lines.append(f"#pragma omp simd reduction(min : least{i})")
             with w.braces("for (int i = 0; i < m; i++)"):
-                for n in loop.nodes:
-                    w.define(n)
+                w.define(*loop.nodes)
                 extend(w, "least", x)
     for kind, x in extrema:
         w.put(f"{kind}{w.number[x]}_[g] = {kind}{w.number[x]};")
+
+
+def pieces(loop: Loop) -> list[Loop]:
+    """The three loops that one becomes which draws random numbers, makes codes, and stores what
+    they decode to: CPUs overlap more elements of short chains of operations than of a long one."""
+    drawn = [Sink("keep", n) for n in loop.nodes if n.op == "random"]
+    if not drawn or {s.kind for s in loop.sinks} != {"field", "store"}:
+        return [loop]
+    fields, stores = ([s for s in loop.sinks if s.kind == kind] for kind in ("field", "store"))
+    return fill_loops([drawn, fields, stores])
 
 
 def extend(w: Writer, kind: str, x: Node) -> None:
@@ -86,19 +95,22 @@ def sums_alone(w: Writer, loop: Loop) -> bool:
     return sums and not streams_of(w, loop) and block >= 64 and not block & (block - 1)
 
 
-def over_ways(w: Writer, loop: Loop) -> None:
+def over_ways(w: Writer, loop: Loop, prefetched: tuple[str, ...]) -> None:
     """A whole block's first halvings of `tree_sum`, in registers: x[i] to x[i + 3 BLOCK / 4]
-    become one."""
+    become one. Memory is asked for a few lines at a time: more at once stall."""
     sums = [sink.node for sink in loop.sinks]
+    part = 16 * WAYS if prefetched else "BLOCK"
+    w.put(f"for (int from = 0; from < BLOCK; from += {part}) {{")
+    for address in prefetched:
+        w.put(f"  PREFETCH({address} + from, {part});")
     w.lines.append("#pragma omp simd")
-    with w.braces(f"for (int h = 0; h < BLOCK / {WAYS}; h++)"):
+    with w.braces(f"for (int h = from / {WAYS}; h < (from + {part}) / {WAYS}; h++)", "}}"):
         for n in sums:
             w.put(f"float {', '.join(f'v{w.number[n]}_{k}' for k in range(WAYS))};")
         for k in range(WAYS):
             with w.braces("", "}"):
                 w.put(f"const int i = h + {k} * (BLOCK / {WAYS});")
-                for n in loop.nodes:
-                    w.define(n)
+                w.define(*loop.nodes)
                 for n in sums:
                     w.put(f"v{w.number[n]}_{k} = {w.name(n.args[0])};")
         for n in sums:

@@ -145,8 +145,10 @@ class Writer:
         self.put(f"{values} fresh[BLOCK] __attribute__((aligned(64)));")
         self.put(f"{values} *restrict values = call->large ? fresh : to;")
 
-    def define(self, n: Node) -> None:
-        self.put(f"const {register(n)} {self.name(n)} = {getattr(self, f'node_{n.op}')(n)};")
+    def define(self, *nodes: Node) -> None:
+        for n in nodes:
+            value = getattr(self, f"node_{n.op}")(n)
+            self.put(f"const {register(n)} {self.name(n)} = {value};")
 
     def name(self, n: Node) -> str:
         """The expression that reads a node: a literal, an argument, a local or an array element."""
@@ -158,6 +160,8 @@ class Writer:
         in_array = n.scope is Scope.ELEMENT and (self.loop is None or n not in self.loop.computes)
         if not in_array:
             return f"n{self.number[n]}"
+        if n.op == "random":
+            return self.node_random(n)
         element = f"a{self.number[n]}[i]"
         if isinstance(n.attr, ir.Rotation) and n.attr.inverse:
             return self.flipped(element, n.attr)
@@ -182,10 +186,8 @@ class Writer:
             if drawn.op == "random" and drawn.scope is Scope.ELEMENT:
                 if n.attr == "sub" and (drawn is not n.args[0] or x.op != "const"):
                     return None
-                stream, other = drawn.attr, self.name(x)
-                assert isinstance(stream, ir.Stream)
-                other = f"-{other}" if n.attr == "sub" else other
-                return f"plus_uniform({other}, {stream_name(stream)}, {self.weyl(stream)})"
+                other = f"-{self.name(x)}" if n.attr == "sub" else self.name(x)
+                return f"plus_uniform({other}, {self.drawn(drawn)})"
         return None
 
     def node_lookup(self, n: Node) -> str:
@@ -215,9 +217,8 @@ class Writer:
         """Whether a loop over a block's elements narrows a code, and nothing else reads it."""
         if self.loop is None or self.sparse or n.dtype == "trit":
             return False
-        if any(n in a.args for a in self.loop.nodes):
-            return False
-        return all(s.kind == "field" for s in self.loop.sinks if n in s.reads)
+        read = any(n in a.args for a in self.loop.nodes)
+        return not read and all(s.kind == "field" for s in self.loop.sinks if n in s.reads)
 
     def integer(self, n: Node, wide: bool, depth: int = 0) -> str:
         """A number that is a code, as an integer expression: `where`s of constants use integers.
@@ -256,11 +257,17 @@ class Writer:
         return f"code_at({tail}, e, cursor->entries, {ir.BITS[n.dtype]})"
 
     def node_random(self, n: Node) -> str:
+        return f"uniform({self.drawn(n)})"
+
+    def drawn(self, n: Node) -> str:
+        """The 24 bits of a random number, as a float."""
         assert isinstance(n.attr, ir.Stream)
         stream = stream_name(n.attr)
-        if n.scope is Scope.ELEMENT:
-            return f"uniform({stream}, {self.weyl(n.attr)})"
-        return f"uniform({stream}, (first + {stream}.low) * WEYL)"
+        if n.scope is not Scope.ELEMENT:
+            return f"drawn({stream}, (first + {stream}.low) * WEYL)"
+        if self.loop and n not in self.loop.computes:
+            return f"a{self.number[n]}[i]"
+        return f"drawn({stream}, {self.weyl(n.attr)})"
 
     def weyl(self, stream: ir.Stream) -> str:
         """The element's position in a stream; a loop over all elements increments a variable."""

@@ -180,6 +180,7 @@ INLINE float from_fp8(uint32_t h) {
 INLINE void prefetch(const void *from, int64_t nbytes) {
   for (int64_t k = 0; k < nbytes; k += 64) __builtin_prefetch((const char *)from + k);
 }
+#define PREFETCH(from, n) prefetch(from, (n) * sizeof *(from))
 
 /* Three extremes of the bits of floats tell the least and the greatest of them, and whether one is a
    NaN: as integers, floats ascend from +0 and negative ones descend to -0, so that `least` is the
@@ -234,7 +235,9 @@ INLINE float tree_sum(float *x, int64_t m) {
   halve(x, m, 64), halve(x, m, 32), halve(x, m, 16);
   float lane[16] = {0};
   for (int64_t i = 0; i < 16 && i < m; i++) lane[i] = x[i];
+#pragma GCC unroll 4
   for (int half = 8; half; half /= 2)
+#pragma GCC unroll 8
     for (int l = 0; l < half; l++) lane[l] += lane[l + half];
   return lane[0] + 0.0f;
 }
@@ -369,14 +372,14 @@ INLINE uint32_t mixed(Stream s, uint32_t weyl) {
   x ^= x >> 15;
   return x * 0x846CA68Bu;
 }
-INLINE float uniform(Stream s, uint32_t weyl) {
-  return (float)(int32_t)(mixed(s, weyl) >> 8) * 0x1p-24f;
-}
+/* 24 random bits, and the uniform number that they are in units of 2^-24. */
+INLINE float drawn(Stream s, uint32_t weyl) { return (float)(int32_t)(mixed(s, weyl) >> 8); }
+INLINE float uniform(float r) { return r * 0x1p-24f; }
 /* The same, added to x: it is a multiple of 2^-24, exactly, so that the sum alone is rounded. */
-INLINE float plus_uniform(float x, Stream s, uint32_t weyl) {
+INLINE float plus_uniform(float x, float r) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  return __builtin_fmaf((float)(int32_t)(mixed(s, weyl) >> 8), 0x1p-24f, x);
+  return __builtin_fmaf(r, 0x1p-24f, x);
 #else
-  return x + uniform(s, weyl);
+  return x + uniform(r);
 #endif
 }

@@ -40,7 +40,7 @@ INLINE int64_t sample_every(const Place *place) {
 }
 INLINE int64_t sampled_at(const Place *place, int64_t window, int64_t every) {
   const Stream s = stream(0, 0);
-  const float u = uniform(s, ((uint32_t)window + s.low) * WEYL);
+  const float u = uniform(drawn(s, ((uint32_t)window + s.low) * WEYL));
   const int64_t at = window * every + (int64_t)(u * (float)every), last = place->row->numel - 1;
   return at < last ? at : last;
 }
