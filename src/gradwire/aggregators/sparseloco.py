@@ -162,9 +162,8 @@ class SparseLoCo(Aggregator):
         middle, deviation = kept.mean(), kept.std(correction=0)
         place = (kept - middle) / (deviation * (_WIDE / many)) + many / 2
         bins = place.nan_to_num(0.0).clamp(0, many - 1).long()
-        flat = bins.view(-1)
-        sums = kept.new_zeros(many).index_add_(0, flat, kept.view(-1))
-        means = sums / torch.bincount(flat, minlength=many).clamp(min=1)
+        sums = kept.new_zeros(many).index_add_(0, bins.view(-1), kept.view(-1))
+        means = sums / torch.bincount(bins.view(-1), minlength=many).clamp(min=1)
         return means, bins, means[bins]
 
     def _decoded(self, payload: torch.Tensor, chunks: int) -> Sent:
@@ -206,8 +205,7 @@ def _upto(number: int, device: torch.device) -> torch.Tensor:
 
 def _packed(numbers: torch.Tensor, width: int) -> torch.Tensor:
     """The lowest bits of numbers, one after the other, the lowest first."""
-    places = _upto(width, numbers.device)
-    bits = (numbers.reshape(-1, 1).long() >> places & 1).view(-1)
+    bits = (numbers.reshape(-1, 1).long() >> _upto(width, numbers.device) & 1).view(-1)
     bits = pad(bits, (0, -len(bits) % 8)).view(-1, 8)
     return (bits << _upto(8, bits.device)).sum(1).to(torch.uint8)
 
