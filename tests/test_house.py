@@ -35,7 +35,7 @@ SLACK = 100  # lines that a room may lose before its number has to follow
 HOUSE: dict[str, tuple[int, int, int, str]] = {
     "errors":         (  157,  4,  0, ""),
     "waiting":        (   48,  0,  0, "errors"),
-    "lang":           (10901, 73,  0, "errors"),
+    "lang":           (10903, 73,  0, "errors"),
     "codecs":         ( 1671, 22,  0, "errors lang"),
     "control":        ( 1616,  9,  0, "errors"),
     "transport":      ( 1962, 28,  0, "errors lang"),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire as gw
 from ranks import as_processes, caught, on, refuses
-from rooms.outer_loop import Fragment, Meeting, OuterSteps, fragments_of
+from rooms.outer_loop import Fragment, OuterMeeting, OuterSteps, fragments_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,7 +29,7 @@ LOST = 10  # the step after which a replica is lost: in the fifth meeting
 # where rank 2 ends its process, and how many replicas that meeting is of in the end
 WHERE = {
     "before it encodes": (Fragment, "differences", (2,)),
-    "as it tells that it has all": (Meeting, "_told", (3,)),
+    "as it tells that it has all": (OuterMeeting, "_told", (3,)),
     "amid the meeting": (OuterSteps, "settle", (2, 3)),
     "before it applies": (Fragment, "step", (3,)),
 }
@@ -100,19 +100,19 @@ def does_not_hear(rank: int, folder: str) -> Any:
     train(model, optimizer, rank, range(LOST - 1))
     if rank == 2:
         Fragment.step = lambda *_: os._exit(1)  # type: ignore[method-assign]
-    commit = Meeting.commit
+    commit = OuterMeeting.commit
 
     def hears(*of: Any) -> None:
         commit(*of)
         raise gw.TransportError("lost")
 
     if rank == 1:
-        Meeting.commit = hears  # type: ignore[method-assign]
+        OuterMeeting.commit = hears  # type: ignore[method-assign]
     error = caught(lambda: train(model, optimizer, rank, range(LOST - 1, 40)))
     assert isinstance(error, gw.TransportError), error
     assert outer._reductions.prepared == (rank == 1)
     assert outer._reductions.met == (5 if rank == 0 else 4)
-    Meeting.commit = commit  # type: ignore[method-assign]
+    OuterMeeting.commit = commit  # type: ignore[method-assign]
     again(folder, rank, 2)
     outer.recover()
     rest_of(model, optimizer, outer, rank, 20)

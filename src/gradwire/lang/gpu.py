@@ -285,9 +285,11 @@ def numbers(program: ir.Function, table: tuple[float, ...]) -> torch.Tensor:
     """The codec's table, and what a form computes of it alone; at least one number."""
     fixed, known = triton_rows.fixed(program), dict[ir.Node, torch.Tensor]()
     for n in ir.walk(fixed):
-        number = table[int(str(n.attr))] if n.op == "param" else n.attr
-        args = [known[a] for a in n.args]
-        known[n] = semantics.ALU[str(n.attr)](*args) if args else torch.tensor(number)
+        if n.op == "alu":
+            known[n] = semantics.ALU[str(n.attr)](*[known[a] for a in n.args])
+        else:
+            number = table[int(str(n.attr))] if n.op == "param" else n.attr
+            known[n] = torch.tensor(number, dtype=semantics.TORCH[n.dtype])
     first = min(fixed.values(), default=len(table))
     held = [*table[:first], *(float(known[n]) for n in fixed)]
     return torch.tensor(held or [0.0], dtype=torch.float32)

@@ -29,7 +29,7 @@ _REASON, _NAME = 300, 100  # characters of an error, and of a weight's name, in 
 
 
 @dataclass(eq=False)
-class Meeting:
+class OuterMeeting:
     """A fragment's meeting that has begun.
 
     Attributes:

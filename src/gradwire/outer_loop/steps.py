@@ -25,7 +25,7 @@ from gradwire.handles.rehearsal import rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.outer_loop.fragment import KEPT, Fragment
 from gradwire.outer_loop.homes import Replica
-from gradwire.outer_loop.meeting import Meeting
+from gradwire.outer_loop.meeting import OuterMeeting
 from gradwire.outer_loop.settings import OuterSettings
 from gradwire.planner import Plan, Rules
 from gradwire.state.state import SavedJob, StateSection
@@ -77,7 +77,7 @@ class OuterSteps(Reductions):
         self.missed: int | None = None
         self.replica, self.inside, self._make = replica, inside, make
         self.within = None if inside is None else inside.owner(f"{owner.name}, within a replica")
-        self._meeting: Meeting | None = None
+        self._meeting: OuterMeeting | None = None
         self._span: float | None = None
         self._hook: Any = optimizer.register_step_post_hook(lambda *_: self.stepped())
 
@@ -111,7 +111,7 @@ class OuterSteps(Reductions):
         observe = self._observe if self.sampler.running else None
         before_values = [v.clone() for v in values] if observe is not None else []
         by = self.lr, self.momentum
-        meeting = Meeting(fragment, self.taken, values, by, fault=fault)
+        meeting = OuterMeeting(fragment, self.taken, values, by, fault=fault)
         for member, value in zip(fragment.members, values, strict=True):
             state = member.state
             meeting.before[member.name] = {
@@ -185,7 +185,7 @@ class OuterSteps(Reductions):
             if self.met % len(self.fragments) == 0:
                 self.sampler.end()
 
-    def _give_up(self, meeting: Meeting) -> None:
+    def _give_up(self, meeting: OuterMeeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
         self._meeting, self.missed = None, self.fragments.index(meeting.fragment)
         for name, kept in meeting.before.items():
@@ -331,7 +331,7 @@ class OuterSteps(Reductions):
 
         return load
 
-    def _resumed(self, saved: Mapping[str, Any]) -> Meeting | None:
+    def _resumed(self, saved: Mapping[str, Any]) -> OuterMeeting | None:
         """The meeting that was under way as a state was saved."""
         if "begun" not in saved:
             return None
@@ -341,7 +341,7 @@ class OuterSteps(Reductions):
         values = [saved["averages"][m.name].clone() for m in fragment.members]
         lr, momentum = saved["by"]
         begun = saved["begun"]
-        return Meeting(fragment, begun, values, (lr, momentum), is_there=True)
+        return OuterMeeting(fragment, begun, values, (lr, momentum), is_there=True)
 
     # ---- its end
 
