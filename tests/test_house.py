@@ -54,7 +54,7 @@ HOUSE: dict[str, tuple[int, int, int, str]] = {
     "backend":        ( 1192,  6,  2, "..handles"),
     "trainers":       ( 1031, 11,  0, "..handles"),
     "flexible":       (  552,  5,  0, "..handles"),
-    "outer_loop":     ( 1388,  7,  0, "..handles"),
+    "outer_loop":     ( 1433,  7,  0, "..handles"),
     "wheel":          (   27,  0,  0, "lang codecs transport"),
     "__init__":       (  142,  0,  0, "..outer_loop"),
     "tools/sim":      ( 3593, 42,  0, "..__init__"),

@@ -4,7 +4,9 @@ the weights of the loop in float64."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -112,9 +114,13 @@ def does_not_hear(rank: int, folder: str) -> Any:
     assert isinstance(error, gw.TransportError), error
     assert outer._reductions.prepared == (rank == 1)
     assert outer._reductions.met == (5 if rank == 0 else 4)
+    assert outer._reductions.missed == (0 if rank == 0 else None)  # it has gone on, to the next
     OuterMeeting.commit = commit  # type: ignore[method-assign]
     again(folder, rank, 2)
     outer.recover()
+    line = outer.history()[-1]["line"]
+    assert "of which 0 began anew; a meeting was applied by all; a meeting was held again" in line
+    assert outer._reductions.met == 6
     rest_of(model, optimizer, outer, rank, 20)
     return outer.outer_weights()
 
@@ -186,6 +192,54 @@ def test_another_is_lost_as_the_rest_recover(tmp_path: Path) -> None:
     close(found[2], replicas[0])
 
 
+@on(2)
+def test_an_interrupt_of_a_rank_that_has_told_is_recovered_from(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW)
+    commit = OuterMeeting.commit
+
+    def interrupted(meeting: OuterMeeting, *of: Any) -> None:
+        commit(meeting, *of)
+        if threading.current_thread() in interrupts:
+            raise KeyboardInterrupt
+
+    interrupts = {threading.current_thread()} if rank else set()
+    train(model, optimizer, rank, range(3))
+    OuterMeeting.commit = interrupted  # type: ignore[method-assign]
+    error = caught(lambda: train(model, optimizer, rank, range(3, 4)))
+    assert isinstance(error, KeyboardInterrupt) == bool(rank)
+    interrupts.clear()
+    error = caught(lambda: train(model, optimizer, rank, range(4, 16)))
+    assert isinstance(error, gw.TransportError), error
+    outer.recover()
+    rest_of(model, optimizer, outer, rank, 16)
+    assert len({*told(outer._reductions.fingerprint())}) == 1
+
+
+@on(2)
+def test_a_thread_saves_while_another_takes_steps(rank: int) -> None:
+    """As background checkpoints do, of a meeting that is under way."""
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW, delay=1)
+    ended = threading.Event()
+
+    def saves() -> None:
+        while not ended.is_set():
+            outer.state_dict()
+
+    with ThreadPoolExecutor() as pool:
+        saving = pool.submit(saves)
+        try:
+            train(model, optimizer, rank, range(40))
+        finally:
+            ended.set()
+        saving.result()
+    assert outer.stats()["rounds"] == 9.5
+    assert len({*told(outer._reductions.fingerprint())}) == 1
+
+
 @on(3)
 def test_one_that_is_left_behind_is_told(rank: int) -> None:
     """Ranks 0 and 1 go on without rank 2, which waits for them in a meeting."""
@@ -238,6 +292,22 @@ def test_a_replica_joins(rank: int, codec: str) -> None:
     train(model, optimizer, rank, range(7, 16))
     assert len({*told(outer._reductions.fingerprint())}) == 1
     assert outer.stats()["rounds"] == 4
+
+
+@on(3)
+def test_one_joins_after_an_update_with_what_is_in_force(rank: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = net(seed=rank)
+    optimizer = sgd(model)
+    codec = "qsgd:bits=4" if rank == 2 else "bf16"
+    outer = gw.outer(model, optimizer, codec=codec, group=groups[rank == 2], **HOW)
+    if rank < 2:
+        outer.update("qsgd:bits=4")
+        train(model, optimizer, rank, range(11))
+        assert outer.plan.version == 1
+    outer.recover()
+    train(model, optimizer, rank, range(11, 16))
+    assert len({*told(outer._reductions.fingerprint())}) == 1
 
 
 @on(2)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, TransportError
 from gradwire.handles.wrapped import original, plain_names
 
 
@@ -76,7 +76,14 @@ class Replica:
             for dtype in dict.fromkeys(r.dtype for r in rows):
                 alike = [r for r in rows if r.dtype == dtype]
                 flat = torch.cat([r.reshape(-1) for r in alike])
-                dist.broadcast(flat, group=self.inside, group_src=part)
+                try:
+                    dist.broadcast(flat, group=self.inside, group_src=part)
+                except RuntimeError as error:
+                    peers = dist.get_process_group_ranks(self.inside)
+                    raise TransportError(
+                        f"outer: a rank of this replica, ranks {peers}, died or hangs as rows were "
+                        f"shared out ({str(error).splitlines()[0]}): start the replica anew"
+                    ) from error
                 for r, values in zip(alike, flat.split([r.numel() for r in alike]), strict=True):
                     r.copy_(values.view(r.shape))
 

@@ -40,7 +40,8 @@ class OuterMeeting:
         fault: the name of a weight that is not finite, or "".
         prepared: whether it may be applied elsewhere: this rank has told that it can.
         is_there: whether all ranks of all replicas have the averages.
-        words: the collectives in which ranks have told each other so.
+        tells: whether ranks have begun to tell each other so.
+        words: the collectives in which they have.
     """
 
     fragment: Fragment
@@ -54,6 +55,7 @@ class OuterMeeting:
     error: BaseException | None = None
     prepared: bool = False
     is_there: bool = False
+    tells: bool = False
     words: list[Outcome] = field(default_factory=list)
 
     def commit(self, between: Owner, inside: Owner | None) -> None:
@@ -73,7 +75,7 @@ class OuterMeeting:
         number = self.fragment.fingerprint()  # while messages travel
         with between.awaited():
             until_set(self.ended)
-        error = None if self.error is None else again(self.error)
+        error, self.tells = None if self.error is None else again(self.error), True
         for owner in (inside, between, inside):
             if owner is None:
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from gradwire.state.state import members_of
 SMALL = 4096  # values of a weight; what is smaller travels in bf16
 # Dtypes of weights; of others, fp32 loses something. A sign step would be of what bf16 rounds off.
 _KEPT, _OF_SIGN = (torch.float32, torch.bfloat16, torch.float16), torch.float32
+_meeting: WeakSet[OuterSteps] = WeakSet()  # of this process
 
 
 def outer(
@@ -120,6 +122,9 @@ def outer(
         "residual": residual, "fragments": fragments, "delay": delay, "mix": mix,
     }  # fmt: skip
     settings = settings_of(preset, given, rounds)
+    if codec is None and isinstance(settings.codec, str):  # arguments change a preset
+        kept = [o for o in settings.codec.split(":") if o.partition("=")[0] not in codec_options]
+        settings = replace(settings, codec=":".join(kept))
     if not isinstance(offload, bool):
         raise ConfigError(f"outer: offload={offload!r:.60}: use True or False")
     between = _group(group)
@@ -130,6 +135,9 @@ def outer(
                 f"outer: {home.name} is {home.parameter.dtype}, and outer weights are fp32: use "
                 f"weights in fp32{'' if settings.rule == 'sign' else ', bf16 or fp16'}"
             )
+    own = {id(home.parameter) for home in replica.every}
+    if any(not own.isdisjoint(other.weights) for other in _meeting if other.installed):
+        raise ConfigError("outer: weights of this model meet already: detach() that handle before")
     names = [home.name for home in replica.every]
     parts = fragments_of(names, settings.every, settings.fragments)
     settings = settings.divided(len(parts))
@@ -171,7 +179,12 @@ def _steps(
         return planned(rules, plan.options, plan.version)
 
     plan = available(planned(rules), planned, device, [comm], Decides())
-    agreed = [f"{settings}", f"seed {seed}", *map(str, parts), *plan.describe()]
+    agreed = [
+        f"{replace(settings, codec=None)}",
+        f"seed {seed}",
+        *map(str, parts),
+        *plan.describe(),
+    ]
     comm.agree("the call of gw.outer", agreed)
     warn_of_bias(plan, comm.world_size, "gw.outer")
     first = replica.every[0].name
@@ -187,6 +200,7 @@ def _steps(
     if before is None:
         steps.take(comm, 0, ["theta"])
         steps.follow()
+    _meeting.add(steps)
     return steps
 
 

@@ -7,8 +7,9 @@ follow. So those that go on tell each other how far they are, and end the meetin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from gradwire.engine import Communicator, ranks_of
 from gradwire.errors import GradwireError
@@ -31,11 +32,13 @@ def regroup(
     step = max((member.step for member in before.members.values()), default=0)
     own = [before.ranks, before.met, before.taken, step, before.plan.version, before.missed]
     inside = [] if before.inside is None else [before.inside]
-    told = ranks_of([*inside, comm], "outer").tell("recovery", [before.prepared, *own]).result()
+    ranks = ranks_of([*inside, comm], "outer")
+    told = ranks.tell("recovery", [before.prepared, *own]).result()
+    applies = [one[0] and _is_applied(one, told) for one in told]
+    before.decide(applies[ranks.rank])
     missed = [lost for *_, lost in told if lost is not None]
-    before.decide(apply=not missed)
     # Of the largest group, and of equals those that have met most often: they are followed.
-    order = [(of, met + (prepared and not missed)) for prepared, of, met, *_ in told]
+    order = [(of, met + now) for (_, of, met, *_), now in zip(told, applies, strict=True)]
     taken = min(one[3] for one, of in zip(told, order, strict=True) if of == max(order))
     step, version = max(one[4] for one in told), max(one[5] for one in told)
 
@@ -57,13 +60,21 @@ def regroup(
     _carry(before, after, step, begins, any(behind))
     before.leave(to=comm)
     after.met, after.taken, after.lr, after.momentum = facts[source][1], taken, lr, momentum
-    ended = "held again" if missed else "applied by all" if any(one[0] for one in told) else ""
     line = f"{before.ranks} replicas before, {after.ranks} now, of which {sum(behind)} began anew"
-    line += f"; a meeting was {ended}" if ended else ""
+    line += "; a meeting was applied by all" * any(applies)
+    line += "; a meeting was held again" * bool(missed)
     after.decisions = before.decisions
     after.decided({"by": "outer", "line": line, "step": taken})
     after.missed = max(missed, default=None)
     return after, seed
+
+
+def _is_applied(mine: Sequence[Any], told: Sequence[Sequence[Any]]) -> bool:
+    """Whether a rank that is prepared applies its meeting: one of its group has, and has met more
+    often, or none has given it up."""
+    mates = [(met, lost) for _, of, met, *_, lost in told if of == mine[1]]
+    given_up = any(met == mine[2] and lost is not None for met, lost in mates)
+    return any(met > mine[2] for met, _ in mates) or not given_up
 
 
 def _carry(before: OuterSteps, after: OuterSteps, step: int, begins: bool, joined: bool) -> None:

@@ -8,6 +8,7 @@ every rank of every replica.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class OuterSteps(Reductions):
         make: a plan of other rules.
 
     Attributes:
+        weights: by identity.
         within: the owner of what the ranks inside tell each other; None: there is one.
         lr, momentum: of the outer step, from the next meeting on.
         taken: optimizer steps so far.
@@ -76,7 +78,9 @@ class OuterSteps(Reductions):
         self.taken = self.met = 0
         self.missed: int | None = None
         self.replica, self.inside, self._make = replica, inside, make
+        self.weights = {id(home.parameter) for home in replica.every}
         self.within = None if inside is None else inside.owner(f"{owner.name}, within a replica")
+        self._turns = threading.RLock()
         self._meeting: OuterMeeting | None = None
         self._span: float | None = None
         self._hook: Any = optimizer.register_step_post_hook(lambda *_: self.stepped())
@@ -89,14 +93,15 @@ class OuterSteps(Reductions):
     def stepped(self) -> None:
         """An optimizer step has ended: end the meeting whose delay is over, begin the one that is
         due."""
-        self.taken += 1
-        if self._meeting is not None and self.taken >= self._meeting.step + self.settings.delay:
-            self.finish()
-        due = self.settings.due(self.taken)
-        if due is not None:
-            self._begin(self.fragments[due])
-            if not self.settings.delay:
+        with self._turns:
+            self.taken += 1
+            if self._meeting is not None and self.taken >= self._meeting.step + self.settings.delay:
                 self.finish()
+            due = self.settings.due(self.taken)
+            if due is not None:
+                self._begin(self.fragments[due])
+                if not self.settings.delay:
+                    self.finish()
 
     def meet(self, fragment: int) -> None:
         """Hold a fragment's meeting now."""
@@ -150,21 +155,27 @@ class OuterSteps(Reductions):
 
     def settle(self) -> None:
         """Wait until what a meeting has under way is there, for a state that is about to be saved;
-        it is applied when its delay is over.
+        it is applied when its delay is over. Ranks of a replica do it at the same place.
 
         Raises:
             ConfigError: replicas differ, or a weight is not finite.
             TransportError: a replica failed. Nothing of the meeting is applied.
         """
+        with self._turns:  # a thread that saves may come while another takes steps
+            self._settle()
+
+    def _settle(self) -> None:
         meeting = self._meeting
         if meeting is None or meeting.is_there:
             return
         begun = time.perf_counter()
         try:
             meeting.commit(self.owner, self.within)
-        except Exception:
-            if not meeting.prepared:
+        except BaseException as error:
+            if isinstance(error, Exception) and not meeting.prepared:
                 self._give_up(meeting)
+            elif meeting.tells:  # an interrupt: nobody tells twice
+                self.abandon(what="a meeting")
             raise
         finally:
             self.count(*meeting.words, exposed_seconds=time.perf_counter() - begun)
@@ -178,12 +189,12 @@ class OuterSteps(Reductions):
         if meeting is not None:
             meeting.fragment.step(meeting.values, *meeting.by)
             meeting.fragment.mix(self.settings.mix)
-            self.replica.spread(meeting.fragment.every)
             self.met += 1
             if self.missed is not None and self.fragments[self.missed] is meeting.fragment:
                 self.missed = None
             if self.met % len(self.fragments) == 0:
                 self.sampler.end()
+            self.replica.spread(meeting.fragment.every)
 
     def _give_up(self, meeting: OuterMeeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
