@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire as gw
 from ranks import as_processes, caught, on, refuses
-from rooms.outer_loop import Fragment, OuterMeeting, OuterSteps, fragments_of
+from rooms.outer_loop import Fragment, OuterMeeting, OuterSteps, Replica, fragments_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,6 +76,62 @@ def test_a_replica_is_lost_and_the_others_go_on(tmp_path: Path, where: str) -> N
     if where == "before it encodes":
         assert found[0][2].endswith("a meeting was held again")
     assert any(are_of(found, of) for of in WHERE[where][2])
+
+
+def loses_one_of_several(rank: int, kind: str, where: str) -> Any:
+    """Rank 5 is lost, of the last of three replicas of two ranks."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("replicas", "ranks"))
+    model = of_several(kind, mesh["ranks"])
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", group=mesh["replicas"], **HOW)
+    train(model, optimizer, rank // 2, range(LOST - 1))
+    if rank == 5:
+        owner, name, _ = WHERE[where]
+        setattr(owner, name, lambda *_: os._exit(1))
+    error = caught(lambda: train(model, optimizer, rank // 2, range(LOST - 1, 40)))
+    if rank == 4:  # without the other the replica cannot train
+        os._exit(1)
+    assert isinstance(error, gw.TransportError), error
+    assert "rank 5" in str(error) or "rank 4" in str(error)
+    outer.recover(dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True))
+    for step in range(outer.stats()["optimizer_steps"], 20):
+        train(model, optimizer, rank // 2, range(step, step + 1))
+    whole = {n.removeprefix("module."): p for n, p in model.named_parameters()}
+    return {n: (p.full_tensor() if kind == "fsdp2" else p).detach() for n, p in whole.items()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("where", ["amid the meeting", "before it applies"])
+def test_a_rank_of_a_replica_is_lost_and_other_replicas_go_on(kind: str, where: str) -> None:
+    found = as_processes(6, loses_one_of_several, kind, where, expect_death=(4, 5))[:4]
+    ends = [
+        loop(lambda step, of=of: 3 if step < LOST else of if step == LOST else 2)[0]
+        for of in (2, 3)
+    ]
+    assert any(
+        not any(caught(lambda w=w, r=r, e=e: close(w, e[r // 2])) for r, w in enumerate(found))
+        for e in ends
+    )
+
+
+def shares_rows(rank: int) -> None:
+    """Rank 3 is lost as the ranks of its replica give each other the rows that have changed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+    model = of_several("ddp", mesh["ranks"])
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", group=mesh["replicas"], **HOW)
+    if rank == 3:
+        Replica.spread = lambda *_: os._exit(1)  # type: ignore[method-assign]
+    error = caught(lambda: train(model, optimizer, rank // 2, range(4)))
+    assert isinstance(error, gw.TransportError), error
+    met = outer.stats()["optimizer_steps"] // 2
+    if rank == 2:
+        assert "a rank of this replica, ranks [2, 3], died or hangs as rows were" in str(error)
+    assert met == (1 if rank == 2 else 2)  # the other replica has that meeting, and no next one
+
+
+def test_a_rank_is_lost_as_a_replica_shares_rows() -> None:
+    as_processes(4, shares_rows, expect_death=(3,))
 
 
 def are_of(found: Any, meet: int) -> bool:
@@ -293,15 +349,15 @@ def test_a_replica_joins(rank: int, codec: str) -> None:
     assert outer.stats()["rounds"] == 4
 
 
-@on(3)
-def test_one_joins_after_an_update_with_what_is_in_force(rank: int) -> None:
+@on(3, ("bf16", "qsgd:bits=4"), ("none", "qsgd:bits=4"), ("qsgd:bits=4", "none"))
+def test_one_joins_after_an_update_with_what_is_in_force(rank: int, first: str, then: str) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     model = net(seed=rank)
     optimizer = sgd(model)
-    codec = "qsgd:bits=4" if rank == 2 else "bf16"
+    codec = then if rank == 2 else first
     outer = gw.outer(model, optimizer, codec=codec, group=groups[rank == 2], **HOW)
     if rank < 2:
-        outer.update("qsgd:bits=4")
+        outer.update(then)
         train(model, optimizer, rank, range(11))
         assert outer.plan.version == 1
     outer.recover()

@@ -396,6 +396,11 @@ def test_wrong_arguments_say_what_to_do(rank: int) -> None:
     other = gw.outer(model, optimizer, "streaming", every=4, bits=2)
     assert "qsgd:bits=2" in str(other)
     refused("weights of this model meet already: detach() that handle before")
+    for how in ({"lr": 0.5}, {"delay": 1}, {"error_feedback": False}):
+        refuses(
+            f"update: {next(iter(how))} is as gw.outer was told",
+            lambda how=how: other.update(**how),
+        )
     other.detach()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "ranks"))
     ddp = DistributedDataParallel(net())

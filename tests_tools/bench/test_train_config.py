@@ -107,6 +107,7 @@ WRONG_METHODS = (
     ("outer:dilocko:every=3", "preset 'dilocko': did you mean 'diloco'"),
     ("outer:diloco:every=0", "outer: every=0 must be at least 1"),
     ("outer:codec=qsgd:bitz=4", "no option 'bitz'"),
+    ("outer:codec=qsgd:codec=topk", "no option 'codec'"),  # radial has one
     ("truncate:ratio=0.5", "write truncate:ratio=N, with a number of 1 or more"),
     ("truncate:ratio=nan", "write truncate:ratio=N"),
     ("truncate:ratio=many", "write truncate:ratio=N"),

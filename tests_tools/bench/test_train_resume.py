@@ -25,6 +25,7 @@ DDP = replace(
     methods=(
         "torch-fp32", "torch-powersgd", "qsgd:bits=2:error_feedback=true",
         "outer:every=4:fragments=2:delay=1:mix=0.5:codec=qsgd:bits=2",
+        "outer:average:every=4:codec=radial:codec=qsgd:bits=4", "outer:demo",
     ),
     steps=9, evaluate_every=3, patience=15, save_seconds=0.0,
 )  # fmt: skip

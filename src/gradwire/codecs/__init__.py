@@ -34,7 +34,7 @@ ELSEWHERE = {
 _OTHERS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk", "sparseloco", "radial")
 
 
-def get(codec: str | Codec, **options: Any) -> Codec:
+def get(codec: str | Codec, /, **options: Any) -> Codec:
     """Make a codec from its name and options; a Codec is returned unchanged.
 
     Args:

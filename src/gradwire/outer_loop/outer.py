@@ -142,12 +142,11 @@ def outer(
     parts = fragments_of(names, settings.every, settings.fragments)
     settings = settings.divided(len(parts))
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
-    rules = with_small(methods.rules())
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
     chosen = options_of(options)
     seed = chosen.seed or 0
     make = partial(_steps, model, optimizer, replica, parts, settings, device)
-    return Outer(make(rules, chosen, seed, _communicator(between)), seed, between, make)
+    return Outer(make(methods.rules(), chosen, seed, _communicator(between)), seed, between, make)
 
 
 def _steps(
@@ -316,13 +315,6 @@ def _group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | 
     return given
 
 
-def with_small(rules: Rules) -> Rules:
-    """The user's rules, by which small weights travel in bf16."""
-    if rules.default == registry.get(None):
-        return rules
-    return replace(rules, plain=registry.get("bf16"), smallest=SMALL)
-
-
 def plan_of(
     replica: Replica,
     rules: Rules,
@@ -331,11 +323,15 @@ def plan_of(
     options: Options,
     version: int,
 ) -> Plan:
-    """The plan of differences, which are fp32; with residuals as settings say.
+    """The plan of differences, which are fp32; with residuals as settings say, and what is small in
+    bf16 unless all is sent as it is.
 
     Raises:
         ConfigError: a biased codec has no residual, or as `make_plan`.
     """
+    dense = rules.default == registry.get(None)
+    plain, smallest = (None, 0) if dense else ("bf16", SMALL)
+    rules = replace(rules, plain=registry.get(plain), smallest=smallest)
     like = [
         (home.name, torch.empty(home.rows().shape, dtype=torch.float32, device="meta"))
         for home in replica.homes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -194,7 +195,11 @@ class OuterSteps(Reductions):
                 self.missed = None
             if self.met % len(self.fragments) == 0:
                 self.sampler.end()
-            self.replica.spread(meeting.fragment.every)
+            try:
+                self.replica.spread(meeting.fragment.every)
+            except TransportError as error:  # this replica is at its end: others need not wait
+                self.abandon(error, "a meeting")
+                raise
 
     def _give_up(self, meeting: OuterMeeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
@@ -233,6 +238,13 @@ class OuterSteps(Reductions):
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:
         return self._make(plan, rules)
+
+    def methods(self, given: dict[str, Any], options: Mapping[str, object]) -> dict[str, Any]:
+        own = {one.name for one in fields(self.settings)} - {"codec"}
+        for name in own.intersection(options) | {"error_feedback"}.intersection(given):
+            how = f"set outer.{name}" if name in ("lr", "momentum") else "detach, call it again"
+            raise ConfigError(f"update: {name} is as gw.outer was told: {how}")
+        return given
 
     def changed(self, plan: Plan, given: Mapping[str, Any]) -> Plan:
         for name in ("weights", "coalesce_bytes"):

@@ -29,7 +29,7 @@ from gradwire.handles.arguments import Methods
 from gradwire.lang import Codec
 from gradwire.outer_loop.homes import Home, Replica, fragments_of
 from gradwire.outer_loop.meeting import WORD
-from gradwire.outer_loop.outer import plan_of, with_small
+from gradwire.outer_loop.outer import plan_of
 from gradwire.outer_loop.settings import OuterSettings
 from gradwire_tools.sim import models
 from gradwire_tools.sim.buckets import DdpScope, priced, scope_of
@@ -74,7 +74,7 @@ class OuterScenario(SimulatedStep):
         """The meetings of a round, as `gradwire.outer` would plan them."""
         names, how = [home.name for home in self.homes], self.settings
         parts = fragments_of(names, how.every, how.fragments)
-        rules = with_small(Methods(how.codec, self.codec_options).rules())
+        rules = Methods(how.codec, self.codec_options).rules()
         of = how.divided(len(parts)), self.ranks, self.options, 0
         plan = plan_of(Replica(self.homes, None, False), rules, *of)
         planned = {p.name: p for p in plan.parameters}

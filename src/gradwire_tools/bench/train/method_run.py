@@ -91,7 +91,7 @@ class MethodRun:
             ConfigError: the method's codec or options are unknown, or gradwire cannot attach it.
         """
         model: Any = method.distribute(task.model(seed).to(device))
-        optimizer = task.optimizer(model, 0.0 if method.replaces_momentum else None)
+        optimizer = method.optimizer(task, model)
         replica = task.model(seed).to(device) if isinstance(method, ShardedMethod) else None
         applied = method.apply(model, optimizer)
         return cls(method, seed, task, model, optimizer, applied, replica, accumulate)

@@ -48,6 +48,7 @@ from gradwire.lang import Codec
 from gradwire.lang.kernels import uncompiled
 from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules, exactly
+from gradwire_tools.bench.tasks import Task
 from gradwire_tools.bench.train import outer
 from gradwire_tools.bench.train.applied import (
     Applied,
@@ -188,12 +189,13 @@ class Method:
         """Whether it measures the network while it trains."""
         return self.automatic or self.kind == FLEXIBLE
 
-    @property
-    def replaces_momentum(self) -> bool:
-        """Whether its averages include momentum, so that the optimizer must have none."""
-        if self.kind != "gradwire" or self.automatic:
-            return False
-        return bool(getattr(self._made()[0], "replaces_momentum", False))
+    def optimizer(self, task: Task, model: nn.Module) -> torch.optim.Optimizer:
+        """The task's; without momentum if averages include it, and plain SGD if replicas step by
+        the sign of their averages, which Adam's would be, too."""
+        if self.meets and outer.settings(self.options).rule == "sign":
+            return torch.optim.SGD(model.parameters(), lr=1.0)
+        ours = self.kind == "gradwire" and not self.automatic
+        return task.optimizer(model, 0.0 if ours and self._made()[0].replaces_momentum else None)
 
     def _made(self) -> tuple[Aggregator, gradwire.Options]:
         try:
@@ -277,7 +279,7 @@ def parse(text: str) -> Method:
     ours = {**codecs.REGISTRY, **registry.REGISTRY}
     if kind == outer.OUTER:
         try:
-            return Method(text, kind, parse_text(outer.with_preset(text))[1])
+            return Method(text, kind, outer.options_of(text))
         except ConfigError as error:
             raise ConfigError(f"method {text!r}: {error}") from error
     if kind in {*ours, AUTO, FLEXIBLE}:

@@ -7,6 +7,7 @@ own weights, of each on its share of the validation data; between two meetings t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -17,6 +18,7 @@ from torch import nn
 
 import gradwire
 from gradwire.aggregators import registry
+from gradwire.codecs.text import parse
 from gradwire.outer_loop.settings import PRESETS, OuterSettings, settings_of
 from gradwire_tools.bench.train.applied import Applied, Options, compiled, of_handle
 
@@ -39,15 +41,24 @@ class Apart(nn.Module):
         yield
 
 
-def with_preset(text: str) -> str:
-    """A method's text with its preset, if it has one, as an option."""
+def options_of(text: str) -> Options:
+    """The options of a method's text, its preset among them. What follows a second `codec=` is of
+    the codec: `outer:average:codec=radial:codec=qsgd:bits=4`.
+
+    Raises:
+        ConfigError: an unknown preset, or a part that is not OPTION=VALUE.
+    """
     kind, colon, rest = text.partition(":")
     first = rest.partition(":")[0]
-    if not first or "=" in first:
-        return text
-    if first not in PRESETS:
-        settings_of(first, {})  # which says what is known
-    return f"{kind}{colon}{PRESET}={rest}"
+    if first and "=" not in first:
+        if first not in PRESETS:
+            settings_of(first, {})  # which says what is known
+        text = f"{kind}{colon}{PRESET}={rest}"
+    before, *codecs = re.split("[:,]codec=", text)
+    names = [re.split("[:,]", one)[0] for one in codecs]
+    others = [one.removeprefix(name) for one, name in zip(codecs, names, strict=True)]
+    options = parse("".join([before, *others]))[1]
+    return {**options, "codec": ":codec=".join(names)} if names else options
 
 
 def settings(options: Options) -> OuterSettings:

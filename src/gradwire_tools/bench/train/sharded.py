@@ -59,6 +59,7 @@ from gradwire.handles.fsdp import (
 )
 from gradwire.handles.scatter import Replicas
 from gradwire.planner.weights import KEEP, WeightRules, in_blocks
+from gradwire_tools.bench.tasks import Task
 from gradwire_tools.bench.train.applied import Applied, compiled, of_handle
 from gradwire_tools.bench.train.methods import Shapes
 
@@ -84,7 +85,6 @@ class ShardedMethod:
     shards: int | None = None  # ranks that hold one replica; None: all
 
     watches = False  # the network, while it trains
-    replaces_momentum = False
     meets, cycle = False, 1
     cross_barrier = False  # FSDP2 gathers weights layer by layer
 
@@ -130,6 +130,10 @@ class ShardedMethod:
         for module in (*layers(model), model):
             fully_shard(module, mesh=mesh, mp_policy=_POLICY)
         return model
+
+    def optimizer(self, task: Task, model: nn.Module) -> torch.optim.Optimizer:
+        """The task's."""
+        return task.optimizer(model)
 
     def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Applied:
         """Puts the method on a model of `distribute`. Gathers that gradwire leaves to torch are
