@@ -101,7 +101,7 @@ def run(
             raise ConfigError(f"device 'cuda': {reason}")
         threads = (1,)
     given = [methods.parse(f"gradwire:{name}").alone() for name in codecs or codec_table.REGISTRY]
-    chosen = [codec_table.get(**dict[str, Any](options)) for options in given]
+    chosen = [codec_table.get(str(o.pop("codec")), **o) for o in map(dict[str, Any], given)]
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")
     if numel is not None and device == "cpu":
