@@ -70,6 +70,9 @@ def test_codecs() -> None:
         for use, *given in uses[:2]:
             refused("^key=.*: give a whole number", use, codec, *given, key=key)
     refused("meta", encode, TopK(), torch.ones(4, device="meta"), target="c")
+    refused("layout is torch.sparse_coo: give a dense one", encode, TopK(), ones.to_sparse())
+    for numel in (-1, 3.0):
+        refused(f"^numel={numel}: give a whole number, 0", decode, codec, payload, numel)
     refused(r"torch\.int64.*torch\.float32", layout, QSGD(), torch.int64)
     refused("'float64': use a torch\\.dtype", layout, Exact(), "float64")
     refused("a block holds 1 to 65536 values", layout, Many(1 << 20))

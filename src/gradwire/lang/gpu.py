@@ -35,6 +35,7 @@ VALUES_PER_THREAD = 32
 REDUCED = 1024  # partial results that one pass reduces to one
 REDUCED_COLUMNS = 8  # results per program of a pass
 WARPS = 8  # per program of the kernels between sweeps
+COMMON = {"num_warps": WARPS, "enable_fp_fusion": False}  # compile options of these
 DIGITS = 3  # of a key
 UNSAMPLED = 2**16  # values of a row up to which all keys are candidates
 TALLIED = 4096  # candidates that a program counts at once
@@ -184,7 +185,7 @@ class Launches:
 
     def common(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch a kernel that all codecs share."""
-        self.launch(kernel, grid, *arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
+        self.launch(kernel, grid, *arguments, **constants, **COMMON)
 
     def sweep(self, full: Any, others: Any) -> None:
         """Launch a sweep: its kernel for full tiles, and the one for the others."""

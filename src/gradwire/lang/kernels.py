@@ -221,9 +221,11 @@ def announce(reason: str, told: bool = False) -> None:
 def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto") -> torch.Tensor:
     """The payload of a tensor of any shape, as uint8[nbytes] on its device.
 
-    Target "auto" is triton for tensors on a GPU. Raises `ConfigError` if the target does not run on
-    the device.
+    Target "auto" is triton for tensors on a GPU. Raises `ConfigError` if the tensor is sparse, or
+    the target does not run on its device.
     """
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"the tensor's layout is {tensor.layout}: give a dense one")
     values = tensor.detach().contiguous()
     k = for_device(codec, values.dtype, values.device, target, "encode")
     payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
@@ -240,7 +242,9 @@ def decode(
     target: str = "auto",
 ) -> torch.Tensor:
     """The values of a payload, as dtype[numel] on its device. Raises `CodecError` if its size is
-    wrong."""
+    wrong, `ConfigError` if `numel` is."""
+    if (given := integer(numel)) is None or given < 0:
+        raise ConfigError(f"numel={numel!r}: give a whole number, 0 or more")
     k = for_device(codec, dtype, payload.device, target, "decode")
     expected = k.layout.nbytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:

@@ -140,7 +140,7 @@ def outer(
         raise ConfigError("outer: weights of this model meet already: detach() that handle before")
     names = [home.name for home in replica.every]
     parts = fragments_of(names, settings.every, settings.fragments)
-    settings = settings.divided(len(parts))
+    settings = replace(settings, fragments=len(parts))
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device
     chosen = options_of(options)

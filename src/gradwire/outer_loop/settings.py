@@ -73,11 +73,9 @@ class OuterSettings:
     def _check_division(self, fragments: int) -> None:
         if self.every % fragments:
             sizes = [n for n in range(1, self.every + 1) if self.every % n == 0]
-            below, beyond = (
-                [n for n in sizes if n < fragments],
-                [n for n in sizes if n > fragments],
-            )
-            near = [*below[-1:], *beyond[:1]]
+            near = [n for n in sizes if n < fragments][-1:] + [n for n in sizes if n > fragments][
+                :1
+            ]
             more = -(-self.every // fragments) * fragments
             raise ConfigError(
                 f"outer: every={self.every} steps are not a multiple of fragments={fragments}: use "
@@ -88,10 +86,6 @@ class OuterSettings:
                 f"outer: delay={self.delay}: an average must be there before the next fragment is "
                 f"due, every {self.every // fragments} steps: use less"
             )
-
-    def divided(self, fragments: int) -> OuterSettings:
-        """The same with a number of fragments that is known."""
-        return replace(self, fragments=fragments)
 
     @property
     def apart(self) -> int:

@@ -52,7 +52,7 @@ def bench_kernels(
     quick: options.QuickAlone = False,
     json_file: options.Json = None,
 ) -> None:
-    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
+    """Time codecs' kernels, from encode to reduce_encode, against the speed of memory."""
     from gradwire_tools.bench.micro import kernels
 
     counts = numbers("--threads", threads)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,7 +75,7 @@ class OuterScenario(SimulatedStep):
         names, how = [home.name for home in self.homes], self.settings
         parts = fragments_of(names, how.every, how.fragments)
         rules = Methods(how.codec, self.codec_options).rules()
-        of = how.divided(len(parts)), self.ranks, self.options, 0
+        of = replace(how, fragments=len(parts)), self.ranks, self.options, 0
         plan = plan_of(Replica(self.homes, None, False), rules, *of)
         planned = {p.name: p for p in plan.parameters}
         members = (tuple(planned[name] for name in part) for part in parts)

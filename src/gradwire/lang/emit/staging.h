@@ -31,8 +31,8 @@ static void divide(Call *call, Staging *staging, int threads) {
   call->staging = staging;
 }
 
-/* A sample has a random element of every window of `every`, so that no order of the elements misleads
-   it. It lies where entries are staged afterwards. */
+/* A sample has a random element of every window of `every`: an order of the elements misleads it
+   only if it is made from these positions. It lies where entries are staged afterwards. */
 enum { SAMPLE = 1 << 15 };
 INLINE int64_t sample_every(const Place *place) {
   const int64_t room = STAGED * place->staging->room;
