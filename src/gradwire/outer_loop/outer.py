@@ -138,8 +138,7 @@ def outer(
     own = {id(home.parameter) for home in replica.every}
     if any(not own.isdisjoint(other.weights) for other in _meeting if other.installed):
         raise ConfigError("outer: weights of this model meet already: detach() that handle before")
-    names = [home.name for home in replica.every]
-    parts = fragments_of(names, settings.every, settings.fragments)
+    parts = fragments_of([h.name for h in replica.every], settings.every, settings.fragments)
     settings = replace(settings, fragments=len(parts))
     methods = Methods(settings.codec, codec_options, include, exclude, codecs)
     device = torch.device("cpu") if offload else replica.homes[0].parameter.device

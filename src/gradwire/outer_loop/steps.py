@@ -363,8 +363,7 @@ class OuterSteps(Reductions):
         fragment = self.fragments[due]
         values = [saved["averages"][m.name].clone() for m in fragment.members]
         lr, momentum = saved["by"]
-        begun = saved["begun"]
-        return OuterMeeting(fragment, begun, values, (lr, momentum), is_there=True)
+        return OuterMeeting(fragment, saved["begun"], values, (lr, momentum), is_there=True)
 
     # ---- its end
 
