@@ -11,6 +11,7 @@ theta are the outer weights, equal on all replicas; theta_r are a replica's own.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -73,9 +74,8 @@ class OuterSettings:
     def _check_division(self, fragments: int) -> None:
         if self.every % fragments:
             sizes = [n for n in range(1, self.every + 1) if self.every % n == 0]
-            near = [n for n in sizes if n < fragments][-1:] + [n for n in sizes if n > fragments][
-                :1
-            ]
+            at = bisect(sizes, fragments)
+            near = sizes[at - 1 : at + 1]
             more = -(-self.every // fragments) * fragments
             raise ConfigError(
                 f"outer: every={self.every} steps are not a multiple of fragments={fragments}: use "

@@ -180,9 +180,10 @@ class Method:
         return self.kind == outer.OUTER
 
     @property
-    def cycle(self) -> int:
-        """Steps after which what they send is repeated."""
-        return outer.settings(self.options).every if self.meets else 1
+    def cycle(self) -> tuple[int, int]:
+        """Steps after which what they send is repeated, and how many more until it is there."""
+        how = outer.settings(self.options) if self.meets else None
+        return (1, 0) if how is None else (how.every, how.delay)
 
     @property
     def watches(self) -> bool:

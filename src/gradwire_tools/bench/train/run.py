@@ -162,16 +162,17 @@ def _composed(config: TrainConfig, progress: Advance | None, announce: Announce)
         how: dict[str, Any] = {"net": net, "seeds": config.seeds[:1], "interleaved": True}
         how |= dict.fromkeys(("patience", "target", "target_at"))
         found: list[Row] = []
-        for cycle in sorted({config.method(m).cycle for m in config.methods}):
-            alike = tuple(m for m in config.methods if config.method(m).cycle == cycle)
+        for cycle, delay in sorted({config.method(m).cycle for m in config.methods}):
+            alike = tuple(m for m in config.methods if config.method(m).cycle == (cycle, delay))
             # The first meeting opens connections, as the first steps of others do.
-            skip, timed = (
-                (config.skip_steps, config.timed_steps) if cycle == 1 else (cycle, 2 * cycle)
-            )
+            skip, timed = config.skip_steps, config.timed_steps
+            if cycle > 1:
+                skip, timed = cycle + delay, 2 * cycle
             steps = skip + timed
             how |= {"methods": alike, "skip_steps": skip, "steps": steps}
-            how |= {"evaluate_every": max(1, steps // 4)}
-            of = net if cycle == 1 else f"{net}, every {cycle}"
+            # An evaluation waits for a meeting that is under way, which nothing may end early.
+            how |= {"evaluate_every": steps if delay else max(1, steps // 4)}
+            of = f"{net}, every {cycle}" + f", {delay} late" * bool(delay) if cycle > 1 else net
             found += train(f"timing {of}", f"timing-{of}", **how)
             late = tuple(m for m in alike if m in varied)
             if late and cycle == 1:

@@ -85,7 +85,7 @@ class ShardedMethod:
     shards: int | None = None  # ranks that hold one replica; None: all
 
     watches = False  # the network, while it trains
-    meets, cycle = False, 1
+    meets, cycle = False, (1, 0)
     cross_barrier = False  # FSDP2 gathers weights layer by layer
 
     @property
