@@ -26,8 +26,9 @@ from gradwire_tools.bench.workers import Events
 from products import EXHAUSTIVE
 
 WARM = "dgc:density=0.01:warmup=3:momentum=0"
+LATE = "outer:every=4:delay=1:codec=none"
 COMPOSED = replace(
-    TINY, nets=("none",), methods=("torch-fp32", "torch-powersgd", WARM), steps=24,
+    TINY, nets=("none",), methods=("torch-fp32", "torch-powersgd", WARM, LATE), steps=24,
     interleaved=False, timed_steps=8,  # the last of which begin behind 60 % of their run
 )  # fmt: skip
 
@@ -122,6 +123,12 @@ def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPat
     assert whole["timed_steps"] == COMPOSED.timed_steps
     assert whole["timed_bytes"] == (sent[steps] - sent[before]) / (steps - before)
     assert whole["timed_bytes"] < whole["wire_bytes"] / steps / 1.2
+
+    # Of replicas that meet, the first meeting opens connections, and an evaluation ends one early.
+    late, rows = runs[3]
+    assert late.methods == (LATE,)
+    assert (late.skip_steps, late.timed_steps, late.evaluate_every) == (5, 8, 13)
+    assert {row["step"] for row in rows if row["row"] == "evaluation"} == {0, 13}
 
 
 def validation(*methods: str) -> list[dict[str, Any]]:
