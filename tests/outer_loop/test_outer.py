@@ -355,7 +355,7 @@ def test_replicas_that_drift_apart_are_named(rank: int) -> None:
     outer = gw.outer(model, optimizer, every=1, codec="bf16")
     train(model, optimizer, rank, range(1))
     if rank == 1:
-        outer._reductions.fragments[0].theta["head.bias"] += 1e-3
+        outer._reductions.fragments[0].weights["head.bias"].theta.add_(1e-3)
     raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(1, 2)), "outer weights")
 
 

@@ -82,6 +82,8 @@ class Update:
             state = "refused: the plan before it stays in force"
         elif self.in_force:
             state = "in force"
+        elif self._switch._closed:
+            state = "dropped: the handle has gone on without it"
         elif self._prepared.done():
             state = "pending: prepared here, in force from the next passes on, on all ranks at once"
         else:

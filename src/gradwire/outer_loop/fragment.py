@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,20 @@ from gradwire.aggregators import Attached
 from gradwire.outer_loop.homes import Home
 
 KEPT = ("theta", "velocity")
+
+
+class Kept(NamedTuple):
+    """What is kept of a weight, in fp32, as the model's rows.
+
+    Attributes:
+        theta: the outer weights.
+        velocity: their momentum; zeros at first.
+        after: of the meeting that was applied last.
+    """
+
+    theta: torch.Tensor
+    velocity: torch.Tensor
+    after: object = None
 
 
 class Fragment:
@@ -25,8 +40,7 @@ class Fragment:
 
     Attributes:
         homes: those of which this rank has rows.
-        theta: the outer weights, by name, as the model's rows.
-        velocity: their momentum; zeros at first.
+        weights: what is kept of these, by name.
         drift: the norm of theta - theta_r at the newest meeting.
     """
 
@@ -40,11 +54,10 @@ class Fragment:
         self.every = list(every)
         self.homes = [home for home in every if home.name in members]
         self.members = [members[home.name] for home in self.homes]
-        self.theta = {
-            home.name: home.rows().to(device, torch.float32, copy=True).contiguous()
-            for home in self.homes
-        }
-        self.velocity = {name: torch.zeros_like(values) for name, values in self.theta.items()}
+        self.weights: dict[str, Kept] = {}
+        for home in self.homes:
+            theta = home.rows().to(device, torch.float32, copy=True).contiguous()
+            self.weights[home.name] = Kept(theta, torch.zeros_like(theta))
         self.rule, self.drift = rule, 0.0
 
     def among(self, members: Mapping[str, Attached]) -> Fragment:
@@ -58,7 +71,7 @@ class Fragment:
         one's difference is zeros, which harm no residual."""
         found, fault, squares = [], "", 0.0
         for home in self.homes:
-            theta = self.theta[home.name]
+            theta = self.weights[home.name].theta
             difference = theta - home.rows().to(theta.device, torch.float32)
             square = float(difference.square().sum(dtype=torch.float64))
             if square != square or square == float("inf"):
@@ -70,32 +83,37 @@ class Fragment:
         self.drift = squares**0.5
         return found, fault
 
-    def step(self, averages: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
-        """Nesterov's step of the outer weights, as torch.optim.SGD has it, or its sign; replaces
-        `averages`."""
+    def step(
+        self, averages: Sequence[torch.Tensor], lr: float, momentum: float, after: object
+    ) -> None:
+        """Nesterov's step of the outer weights, as torch.optim.SGD has it, or its sign. One that an
+        interrupt broke off goes on where it was: each weight steps once `after` a meeting."""
         for home, average in zip(self.homes, averages, strict=True):
-            theta, velocity = self.theta[home.name], self.velocity[home.name]
-            average = average.view(theta.shape)
-            velocity.mul_(momentum).add_(average)
+            kept = self.weights[home.name]
+            if kept.after is after:
+                continue
+            average = average.view(kept.theta.shape)
             # Product by product, as every machine rounds it: a fused one may differ in a bit.
-            average.add_(velocity * momentum)
-            theta.sub_((average.sign_() if self.rule == "sign" else average).mul_(lr))
+            velocity = (kept.velocity * momentum).add_(average)
+            step = (velocity * momentum).add_(average)
+            step = (step.sign_() if self.rule == "sign" else step).mul_(lr)
+            self.weights[home.name] = Kept(kept.theta - step, velocity, after)
 
     def mix(self, share: float) -> None:
         """Move the model's rows to the outer weights, but for a share of what they are."""
         for home in self.homes:
-            rows, theta = home.rows(), self.theta[home.name].to(home.parameter.device)
+            rows, theta = home.rows(), self.weights[home.name].theta.to(home.parameter.device)
             rows.copy_(theta.lerp(rows.to(torch.float32), share) if share else theta)
 
     def fingerprint(self) -> int:
         """A number of the outer weights and their momentum, equal where all their bits are."""
         found = 0
         for key in KEPT:
-            for tensor in getattr(self, key).values():
-                values = tensor.cpu().numpy()
+            for kept in self.weights.values():
+                values = getattr(kept, key).cpu().numpy()
                 found = zlib.crc32(values.data.cast("B") if values.size else b"", found)
         return found
 
     def kept(self) -> dict[str, dict[str, torch.Tensor]]:
         """What a state has of each weight: outer weights and momentum, by name."""
-        return {name: {key: getattr(self, key)[name] for key in KEPT} for name in self.theta}
+        return {n: {key: getattr(one, key) for key in KEPT} for n, one in self.weights.items()}

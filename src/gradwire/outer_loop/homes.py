@@ -8,8 +8,8 @@ they have changed. Each rank meets the ranks of the other replicas that have the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -55,11 +55,15 @@ class Replica:
         every: the weights that are trained, in the module's order.
         inside: the process group of the replica's ranks; None: it has one rank.
         shares: whether every rank of the replica has whole weights.
+        sharded: the modules that FSDP2 gathers.
+        frozen: weights that are not trained, by name.
     """
 
     every: Sequence[Home]
     inside: dist.ProcessGroup | None
     shares: bool
+    sharded: Sequence[FSDPModule] = ()
+    frozen: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def homes(self) -> list[Home]:
@@ -98,19 +102,16 @@ def replica_of(model: torch.nn.Module, between: dist.ProcessGroup | None) -> Rep
         ConfigError: a wrapped module without `between`, a model without trained weights, or groups
             that do not cross.
     """
-    inside, shares = None, False
+    inside, shares, sharded = None, False, []
     wrapped = original(model)
     if isinstance(wrapped, DistributedDataParallel):
         inside, shares, wrapped = wrapped.process_group, True, wrapped.module
-    elif any(isinstance(module, FSDPModule) for module in wrapped.modules()):
+    elif sharded := shard(wrapped.modules()):
         inside = _sharding_group(wrapped)
-    if inside is not None:
-        _check_crossing(inside, between)
+    check_crossing(inside, between)
     own, size = (inside.rank(), inside.size()) if inside is not None and shares else (0, 1)
-    homes = [
-        Home(name, p, own, size) for name, p in plain_names(wrapped.named_parameters())
-        if p.requires_grad
-    ]  # fmt: skip
+    named = list(plain_names(wrapped.named_parameters()))
+    homes = [Home(name, p, own, size) for name, p in named if p.requires_grad]
     if not homes:
         raise ConfigError("outer: the model has no parameter that requires a gradient")
     ranks = 1 if inside is None else inside.size()
@@ -119,7 +120,17 @@ def replica_of(model: torch.nn.Module, between: dist.ProcessGroup | None) -> Rep
             f"outer: no weight has rows for all {ranks} ranks of a replica, and one without has "
             "nothing to average: use fewer ranks in a replica"
         )
-    return Replica(homes, inside, shares)
+    frozen = {name: p for name, p in named if not p.requires_grad}
+    return Replica(homes, inside, shares, sharded, frozen)
+
+
+def shard(modules: Iterable[object]) -> list[FSDPModule]:
+    """Those that FSDP2 gathers. Frees whole weights, which a forward without backward leaves in the
+    place of shards, and which do not follow them."""
+    found = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in found:
+        module.reshard()
+    return found
 
 
 def _filled(parameter: torch.Tensor, parts: int) -> int:
@@ -141,8 +152,10 @@ def _sharding_group(model: torch.nn.Module) -> dist.ProcessGroup:
     return next(iter(meshes)).get_group()
 
 
-def _check_crossing(inside: dist.ProcessGroup, between: dist.ProcessGroup | None) -> None:
-    """Raise ConfigError unless this rank is all that the two groups share."""
+def check_crossing(inside: dist.ProcessGroup | None, between: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError unless a rank is all that its replica and the group between share."""
+    if inside is None:
+        return
     mesh = (
         'mesh = init_device_mesh("cpu", (R, N), mesh_dim_names=("replicas", "ranks")), wrap the '
         'model over mesh["ranks"], and give group=mesh["replicas"]'

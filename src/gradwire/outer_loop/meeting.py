@@ -41,6 +41,7 @@ class OuterMeeting:
         prepared: whether it may be applied elsewhere: this rank has told that it can.
         is_there: whether all ranks of all replicas have the averages.
         tells: whether ranks have begun to tell each other so.
+        steps: whether it is being applied.
         words: the collectives in which they have.
     """
 
@@ -56,6 +57,7 @@ class OuterMeeting:
     prepared: bool = False
     is_there: bool = False
     tells: bool = False
+    steps: bool = False
     words: list[Outcome] = field(default_factory=list)
 
     def commit(self, between: Owner, inside: Owner | None) -> None:
@@ -80,8 +82,8 @@ class OuterMeeting:
             if owner is None:
                 continue
             self.prepared |= owner is between and error is None
-            reason = str(error or "").encode("ascii", "replace").decode()[:_REASON]
-            mine = [reason, self.prepared, number, *self.by, self.fault[:_NAME]]
+            reason, fault = _short(str(error or ""), _REASON), _short(self.fault, _NAME)
+            mine = [reason, self.prepared, self.step, number, *self.by, fault]
             try:
                 found = self._told(owner, mine)
                 absent = [(rank, *one[:2]) for rank, one in enumerate(found) if one[0]]
@@ -108,18 +110,18 @@ class OuterMeeting:
                 f"outer: rank {ranks[rank]}: parameter {name} is not finite after step "
                 f"{self.step}: nothing of this meeting was applied; go on from a checkpoint"
             )
-        for at, what in enumerate(("outer weights", "lr", "momentum")):
+        for at, what in enumerate(("optimizer steps", "outer weights", "lr", "momentum")):
             found = [one[at] for one in told]
             common, many = Counter(found).most_common(1)[0]
             if many < len(found):
                 rank = next(r for r, value in enumerate(found) if value != common)
                 known = 2 * many > len(found)
                 other = "most replicas" if known else f"rank {ranks[found.index(common)]}"
-                values = "" if not at else f": {found[rank]}, not {common}"
+                values = "" if at == 1 else f": {found[rank]}, not {common}"
                 raise ConfigError(
                     f"outer: rank {ranks[rank]} differs from {other} in {what}{values}; they must "
-                    "be equal: load the same checkpoint everywhere, and set lr and momentum alike "
-                    "between two meetings"
+                    "be equal: load the same checkpoint everywhere, or call recover(), and set lr "
+                    "and momentum alike between two meetings"
                 )
 
     def _told(self, owner: Owner, value: Any) -> list[Any]:
@@ -128,8 +130,13 @@ class OuterMeeting:
         if ranks == 1:
             return [value]
         mine = torch.frombuffer(bytearray(text.ljust(WORD)), dtype=torch.uint8)
-        every = torch.empty(ranks * WORD, dtype=torch.uint8)
+        every = mine.new_empty(ranks * WORD)
         running, found = begin(owner, AllGather(mine, into=every), "words")
         with owner.awaited():
             self.words.append(result_of(running))
         return [json.loads(bytes(one.numpy())) for one in found.split(WORD)]
+
+
+def _short(text: str, most: int) -> str:
+    """The beginning of a text, in characters of which JSON makes two at most."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text[:most])

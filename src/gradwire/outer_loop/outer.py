@@ -25,7 +25,14 @@ from gradwire.handles.bias import warn_of_bias
 from gradwire.handles.handle import Handle
 from gradwire.handles.uncompiled import available
 from gradwire.outer_loop.fragment import Fragment
-from gradwire.outer_loop.homes import Replica, deal, fragments_of, replica_of
+from gradwire.outer_loop.homes import (
+    Replica,
+    check_crossing,
+    deal,
+    fragments_of,
+    replica_of,
+    shard,
+)
 from gradwire.outer_loop.regroup import regroup
 from gradwire.outer_loop.settings import OuterSettings, settings_of
 from gradwire.outer_loop.steps import OuterSteps
@@ -110,6 +117,7 @@ def outer(
     check_keywords(outer, codec_options, OPTIONS)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"outer takes a module, not {type(model).__name__}")
+    shard(model.modules())
     real = isinstance(optimizer, torch.optim.Optimizer)
     stepped = {p for group in optimizer.param_groups for p in group["params"]} if real else set()
     if stepped.isdisjoint(model.parameters()):
@@ -130,6 +138,8 @@ def outer(
     between = _group(group)
     replica = replica_of(model, between)
     for home in replica.every:
+        if home.parameter.is_meta:
+            raise ConfigError(f"outer: {home.name} has no values yet: call it after to_empty()")
         if home.parameter.dtype not in ((_OF_SIGN,) if settings.rule == "sign" else _KEPT):
             raise ConfigError(
                 f"outer: {home.name} is {home.parameter.dtype}, and outer weights are fp32: use "
@@ -244,7 +254,7 @@ class Outer(Handle):
         """The outer weights by name, fp32: those to evaluate and to keep, equal on all replicas; of
         a replica of several ranks this rank's rows. Copies."""
         fragments = self._reductions.fragments
-        return {name: values.clone() for one in fragments for name, values in one.theta.items()}
+        return {name: kept.theta.clone() for one in fragments for name, kept in one.weights.items()}
 
     def settle(self) -> None:
         """Wait until the averages of a meeting that is under way are there; they are applied when
@@ -274,12 +284,14 @@ class Outer(Handle):
             group: as of `gw.outer`.
 
         Raises:
-            ConfigError: the handle was detached, or replicas differ in arguments: nothing changes.
+            ConfigError: the handle was detached, the group is not of replicas, or these differ in
+                arguments: nothing changes.
             TransportError: a rank of the group did not make the call, or failed.
         """
         if not self._reductions.installed:
             raise ConfigError("recover: this handle was detached: call gw.outer again")
         between = _group(group)
+        check_crossing(self._reductions.replica.inside, between)
         comm = _communicator(between)
         on, self._seed = regroup(self._reductions, comm, self._seed, self._make)
         self._reductions, self._members, self._gather = on, on.members, _gather(between)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from gradwire.collectives import AllReduce, ScopeProgram
 from gradwire.collectives.functional import broadcast
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError, TransportError
+from gradwire.handles.bias import warn_user
 from gradwire.handles.reductions import Reductions
 from gradwire.handles.rehearsal import rehearse
 from gradwire.handles.summary import Expected, expected_all_reduce
 from gradwire.outer_loop.fragment import KEPT, Fragment
-from gradwire.outer_loop.homes import Replica
+from gradwire.outer_loop.homes import Replica, shard
 from gradwire.outer_loop.meeting import OuterMeeting
 from gradwire.outer_loop.settings import OuterSettings
 from gradwire.planner import Plan, Rules
@@ -113,6 +114,12 @@ class OuterSteps(Reductions):
         if self.met % len(self.fragments) == 0:  # a pass is one meeting of every fragment
             self.begin(self._span)
             self._span = 0.0
+        thawed = next((name for name, p in self.replica.frozen.items() if p.requires_grad), None)
+        if thawed is not None:
+            warn_user(
+                f"outer: {thawed} was frozen as gw.outer was called, so replicas do not average "
+                "it: detach, call gw.outer again"
+            )
         values, fault = fragment.differences()
         observe = self._observe if self.sampler.running else None
         before_values = [v.clone() for v in values] if observe is not None else []
@@ -164,6 +171,8 @@ class OuterSteps(Reductions):
         """
         with self._turns:  # a thread that saves may come while another takes steps
             self._settle()
+            if self._meeting is not None and self._meeting.steps:  # an interrupt broke it off
+                self._apply(self._meeting)
 
     def _settle(self) -> None:
         meeting = self._meeting
@@ -186,20 +195,24 @@ class OuterSteps(Reductions):
     def finish(self) -> None:
         """Apply what is under way, if anything, once it is there; raises as `settle`."""
         self.settle()
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.fragment.step(meeting.values, *meeting.by)
-            meeting.fragment.mix(self.settings.mix)
-            self.met += 1
-            if self.missed is not None and self.fragments[self.missed] is meeting.fragment:
-                self.missed = None
-            if self.met % len(self.fragments) == 0:
-                self.sampler.end()
-            try:
-                self.replica.spread(meeting.fragment.every)
-            except TransportError as error:  # this replica is at its end: others need not wait
-                self.abandon(error, "a meeting")
-                raise
+        if self._meeting is not None:
+            self._apply(self._meeting)
+
+    def _apply(self, meeting: OuterMeeting) -> None:
+        """Step and mix. The meeting stays until that is done, for the next call to go on with."""
+        meeting.steps = True
+        meeting.fragment.step(meeting.values, *meeting.by, after=meeting.ended)
+        meeting.fragment.mix(self.settings.mix)
+        self._meeting, self.met = None, self.met + 1
+        if self.missed is not None and self.fragments[self.missed] is meeting.fragment:
+            self.missed = None
+        if self.met % len(self.fragments) == 0:
+            self.sampler.end()
+        try:
+            self.replica.spread(meeting.fragment.every)
+        except TransportError as error:  # this replica is at its end: others need not wait
+            self.abandon(error, "a meeting")
+            raise
 
     def _give_up(self, meeting: OuterMeeting) -> None:
         """Have members leave out what they did before a meeting; the next difference spans it."""
@@ -230,6 +243,7 @@ class OuterSteps(Reductions):
 
     def follow(self) -> None:
         """Go on from the outer weights."""
+        shard(self.replica.sharded)
         for fragment in self.fragments:
             fragment.mix(0.0)
             self.replica.spread(fragment.every)
@@ -255,13 +269,16 @@ class OuterSteps(Reductions):
     def rehearse(self, plan: Plan) -> Sequence[ScopeProgram]:
         found: list[ScopeProgram] = []
         for fragment in (one for one in self.fragments if one.members):
-            zeros = [torch.zeros_like(fragment.theta[h.name]).reshape(-1) for h in fragment.homes]
+            zeros = [torch.zeros_like(k.theta).reshape(-1) for k in fragment.weights.values()]
             step = max(member.step for member in fragment.members)
             of = fragment.members, [*map(AllReduce, zeros)], step
             found += rehearse(self.owner, plan, *of)
         return found
 
     # ---- what is told of them
+
+    def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
+        raise ConfigError("observe: replicas average differences of weights, and no gradients")
 
     def expected(self) -> Expected:
         return expected_all_reduce(self.switch.plan, self.owner.comm)
@@ -325,6 +342,7 @@ class OuterSteps(Reductions):
                 "load_state_dict: the state is not of gw.outer: it has no outer weights"
             )
         saved = {"rule": "nesterov", **saved}  # which older states do not have
+        self._check_counts(saved)
         for name in _FIXED:
             if saved[name] != (value := getattr(self.settings, name)):
                 raise ConfigError(
@@ -334,7 +352,8 @@ class OuterSteps(Reductions):
         pairs = []
         for name, kept in self._kept().items():
             for key, tensor in kept.items():
-                there = saved["weights"].get(name, {}).get(key)
+                of = saved["weights"].get(name)
+                there: Any = of.get(key) if isinstance(of, Mapping) else None
                 if getattr(there, "shape", None) != tensor.shape or there.dtype != tensor.dtype:
                     raise ConfigError(
                         f"load_state_dict: the outer {key} of {name} is not a tensor of "
@@ -342,27 +361,49 @@ class OuterSteps(Reductions):
                     )
                 pairs.append((tensor, there))
 
+        meeting = self._resumed(saved)
+
         def load() -> None:
             self.taken, self.met, self.missed = saved["steps"], saved["met"], None
             self.lr, self.momentum = saved["lr"], saved["momentum"]
             for tensor, there in pairs:
                 tensor.copy_(there)
-            self._meeting = self._resumed(saved)
+            self._meeting = meeting
             if job.own is None:  # a replica that was not there begins where all of them met
                 self.decide(apply=True)
                 self.follow()
 
         return load
 
+    def _check_counts(self, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless a state's numbers can be."""
+        replace(self.settings, lr=saved["lr"], momentum=saved["momentum"])
+        counts = saved["steps"], saved["met"]
+        if not all(type(n) is int and n >= 0 for n in counts) or not isinstance(
+            saved["weights"], Mapping
+        ):
+            raise ConfigError(
+                f"load_state_dict: outer steps and meetings are {counts!r:.60}, and outer weights "
+                f"{type(saved['weights']).__name__}: the state is damaged, load another"
+            )
+
     def _resumed(self, saved: Mapping[str, Any]) -> OuterMeeting | None:
         """The meeting that was under way as a state was saved."""
         if "begun" not in saved:
             return None
-        due = self.settings.due(saved["begun"])
-        assert due is not None
-        fragment = self.fragments[due]
-        values = [saved["averages"][m.name].clone() for m in fragment.members]
-        lr, momentum = saved["by"]
+        try:
+            fragment = self.fragments[self.settings.due(saved["begun"])]  # type: ignore[index]
+            there = [saved["averages"][m.name] for m in fragment.members]
+            sizes = [kept.theta.numel() for kept in fragment.weights.values()]
+            values = [t.clone() for t in there if t.dtype == torch.float32]
+            if [v.numel() for v in values] != sizes:
+                raise ValueError
+            lr, momentum = saved["by"]
+            replace(self.settings, lr=lr, momentum=momentum)
+        except (AttributeError, KeyError, TypeError, ValueError, ConfigError):
+            raise ConfigError(
+                "load_state_dict: the averages under way in this state are damaged: load another"
+            ) from None
         return OuterMeeting(fragment, saved["begun"], values, (lr, momentum), is_there=True)
 
     # ---- its end
@@ -377,7 +418,7 @@ class OuterSteps(Reductions):
     def leave(self, to: Communicator) -> None:
         """Count no steps any more; replicas that do not go on in the same group may wait here."""
         comm = self.owner.comm
-        if to is not comm:
+        if to is not comm and comm.world_size > 1:
             said = (
                 f"rank {comm.rank} goes on in another group: make one with it, and recover in that"
             )
