@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire as gw
 from ranks import as_processes, caught, on, refuses
-from rooms.outer_loop import Fragment, OuterMeeting, OuterSteps, Replica, fragments_of
+from rooms.outer_loop import Fragment, OuterMeeting, OuterSteps, Replica, fragment, fragments_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -269,6 +269,36 @@ def test_an_interrupt_of_a_rank_that_has_told_is_recovered_from(rank: int) -> No
     assert isinstance(error, gw.TransportError), error
     outer.recover()
     rest_of(model, optimizer, outer, rank, 16)
+    assert len({*told(outer._reductions.fingerprint())}) == 1
+
+
+@on((1, 2))
+def test_an_outer_step_that_is_interrupted_goes_on(rank: int) -> None:
+    """By what comes next, such as a state that is saved."""
+    model, steps = net(), 16
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, codec="none", **HOW)
+    real, calls = fragment.Kept, []
+
+    def interrupted(*of: Any) -> Any:
+        calls.append(of)
+        if len(calls) in (2, 40):  # amid two meetings
+            raise KeyboardInterrupt
+        return real(*of)
+
+    fragment.Kept = interrupted  # type: ignore[assignment,misc]
+    try:
+        for step in range(steps):
+            error = caught(lambda step=step: train(model, optimizer, rank, range(step, step + 1)))
+            if isinstance(error, KeyboardInterrupt):
+                met = outer._reductions.met
+                assert outer.state_dict()["outer"]["met"] == met + 1
+    finally:
+        fragment.Kept = real  # type: ignore[misc]
+    assert len(calls) == 12 * 4 + 2
+    how = {name: of for name, of in HOW.items() if name != "fragments"}
+    _, theta = reference(dist.get_world_size(), steps, PARTS, **how)
+    close(outer.outer_weights(), theta)
     assert len({*told(outer._reductions.fingerprint())}) == 1
 
 

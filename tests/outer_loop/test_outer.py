@@ -249,6 +249,38 @@ def test_ranks_of_a_replica_save_their_parts(
     assert outer._reductions.fingerprint() == again[2]._reductions.fingerprint()
 
 
+DAMAGED = {
+    "by": [None, (0.5,), (-1.0, 0.5), (0.5, "x")],
+    "begun": [3, "x", None],
+    "averages": [None, {}, 3],
+    "steps": ["5", -1, 2.0],
+    "met": [-1, True],
+    "lr": [float("nan"), -1.0, "x"],
+    "momentum": [2.0],
+    "weights": [[], {"head.bias": [1, 2]}],
+}
+
+
+@on(2)
+def test_a_damaged_state_changes_nothing(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=4, codec="none", delay=2)
+    train(model, optimizer, rank, range(4))
+    state = outer.state_dict()
+    train(model, optimizer, rank, range(4, 7))
+    before = outer._reductions.fingerprint(), outer.lr, outer.stats()["optimizer_steps"]
+    less = {k: v[:-1] for k, v in state["outer"]["averages"].items()}
+    for key, values in {**DAMAGED, "averages": [*DAMAGED["averages"], less]}.items():
+        for value in values:
+            damaged = {**state, "outer": {**state["outer"], key: value}}
+            refuses("", lambda damaged=damaged: outer.load_state_dict(damaged))
+            after = outer._reductions.fingerprint(), outer.lr, outer.stats()["optimizer_steps"]
+            assert after == before, (key, value)
+    outer.load_state_dict(state)
+    assert outer.stats()["optimizer_steps"] == 4
+
+
 @on(2)
 def test_a_replica_that_joins_begins_where_all_met(rank: int) -> None:
     model = net()
@@ -309,7 +341,11 @@ def test_ranks_of_a_replica_share_the_work(rank: int, kind: str) -> None:
     model = of_several(kind, mesh["ranks"])
     optimizer = sgd(model)
     how = {"every": 4, "lr": 0.8, "momentum": 0.5, "fragments": 2, "delay": 1, "mix": 0.5}
+    with torch.no_grad():
+        model(torch.ones(2, 5))  # after which FSDP2 leaves the root's weights whole
     outer = gw.outer(model, optimizer, codec="none", group=mesh["replicas"], **how)
+    for wrong in (None, mesh["ranks"]):
+        refuses("are in one replica, whose module", lambda wrong=wrong: outer.recover(wrong))
     train(model, optimizer, rank // 2, range(16))  # ranks of a replica have the same batches
     parts = fragments_of(NAMES, 4, 2)
     rest = {k: v for k, v in how.items() if k != "fragments"}
@@ -336,9 +372,13 @@ def test_what_replicas_must_have_alike_is_checked(rank: int) -> None:
     said = "rank 1 differs from rank 0 in lr: 0.75, not 0.5"
     raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(3, 4)), said)
     outer.lr = 0.5
+    outer._reductions.taken += 2 * rank  # as of one that has missed a meeting
+    said = "rank 1 differs from rank 0 in optimizer steps: 8, not 6"
+    raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(4, 6)), said)
+    outer._reductions.taken = 6
     with torch.no_grad():
         model.layers[1].weight[0, 0] = float("nan") if rank == 1 else 0.0
-    step = range(4, 6)
+    step = range(6, 8)
     raises(gw.ConfigError, lambda: train(model, optimizer, rank, step), "rank 1", "not finite")
     for name, values in outer.outer_weights().items():  # nothing of either was applied
         assert torch.equal(values, theta[name])
@@ -357,6 +397,41 @@ def test_replicas_that_drift_apart_are_named(rank: int) -> None:
     if rank == 1:
         outer._reductions.fragments[0].weights["head.bias"].theta.add_(1e-3)
     raises(gw.ConfigError, lambda: train(model, optimizer, rank, range(1, 2)), "outer weights")
+
+
+@on(2)
+def test_words_are_short(rank: int) -> None:
+    """Of a weight whose name JSON would write in many characters; and on the CPU."""
+    model = torch.nn.ModuleDict({"\U0001f600" * 110: torch.nn.Linear(3, 3)})
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=1, codec="none")
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1.0 if rank else float("nan"))
+    raises(gw.ConfigError, optimizer.step, "rank 0", "is not finite")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.set_default_device("meta")
+    try:
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert outer.stats()["rounds"] == 1
+
+
+@on(2)
+def test_what_was_frozen_and_is_trained_is_told(rank: int) -> None:
+    model = net()
+    model.embed.requires_grad_(False)
+    optimizer = sgd(model)
+    outer = gw.outer(model, optimizer, every=2, codec="none")
+    train(model, optimizer, rank, range(2))
+    model.embed.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"embed.weight was frozen as gw.outer was called"):
+        train(model, optimizer, rank, range(2, 4))
+    outer.detach()
 
 
 @on(2)

@@ -1,5 +1,6 @@
 """Of `gradwire.outer_loop`: what its page does not export, and tests use."""
 
+from gradwire.outer_loop import fragment as fragment
 from gradwire.outer_loop.fragment import Fragment as Fragment
 from gradwire.outer_loop.homes import Replica as Replica
 from gradwire.outer_loop.homes import fragments_of as fragments_of

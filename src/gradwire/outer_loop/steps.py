@@ -201,7 +201,7 @@ class OuterSteps(Reductions):
     def _apply(self, meeting: OuterMeeting) -> None:
         """Step and mix. The meeting stays until that is done, for the next call to go on with."""
         meeting.steps = True
-        meeting.fragment.step(meeting.values, *meeting.by, after=meeting.ended)
+        meeting.fragment.step(meeting.values, *meeting.by, meeting.ended)
         meeting.fragment.mix(self.settings.mix)
         self._meeting, self.met = None, self.met + 1
         if self.missed is not None and self.fragments[self.missed] is meeting.fragment:
